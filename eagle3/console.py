@@ -1,0 +1,102 @@
+"""What a person sees: progress, warnings, errors without stack traces. Foreign text is escaped on its way here."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import typer
+from tqdm import tqdm
+
+
+class Interrupted(BaseException):
+    """SIGTERM arrived. Not an Exception, so that it unwinds like Ctrl-C and `finally` blocks run."""
+
+
+def visible(text: str, limit: int = 200) -> str:
+    """Foreign text made safe for a terminal: control characters and escapes spelled out, long text cut."""
+    shown = "".join(
+        c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text[:limit]
+    )
+    return shown + ("..." if len(text) > limit else "")
+
+
+def say(message: str) -> None:
+    """One line of news on standard error."""
+    tqdm.write(message, file=sys.stderr)
+    sys.stderr.flush()
+
+
+class Progress:
+    """A bar on a terminal; elsewhere a line at most every `every_s` seconds, and one at the end."""
+
+    def __init__(self, label: str, total: int, unit: str, done: int = 0, every_s: float = 10):
+        self.label, self.total, self.unit, self.done = label, total, unit, done
+        self._first, self._started, self._every_s, self._note = done, time.monotonic(), every_s, ""
+        self._last_line = self._started
+        self._bar = (
+            tqdm(total=total, initial=done, desc=label, unit=f" {unit}", dynamic_ncols=True, smoothing=0.05)
+            if sys.stderr.isatty()
+            else None
+        )
+
+    def advance(self, count: int = 1, note: str = "") -> None:
+        """Count `count` more units; `note` is a short text shown behind the numbers."""
+        self.done += count
+        self._note = note or self._note
+        if self._bar is not None:
+            self._bar.set_postfix_str(self._note, refresh=False)
+            self._bar.update(count)
+        elif time.monotonic() - self._last_line >= self._every_s:
+            self._line()
+
+    def _line(self) -> None:
+        self._last_line = time.monotonic()
+        seconds = max(self._last_line - self._started, 1e-9)
+        rate = (self.done - self._first) / seconds
+        left = f", {_clock((self.total - self.done) / rate)} left" if rate > 0 and self.done < self.total else ""
+        note = f", {self._note}" if self._note else ""
+        say(f"{self.label}: {self.done:,} of {self.total:,} {self.unit}, {rate:,.1f} per s{left}{note}")
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        else:
+            self._line()
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
+
+
+def run_stage(stage: Callable[..., None]) -> None:
+    """Run one stage as a command line: its parameters are the arguments; a user's mistake is one line and exit 1."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(stage)
+    guarded(app)
+
+
+def guarded(command: Callable[[], Any]) -> None:
+    """Call `command`; turn ValueError and OSError into one line and exit 1, an interruption into exit 130."""
+    try:
+        command()
+    except (ValueError, OSError) as error:
+        if os.environ.get("EAGLE3_TRACEBACK"):
+            raise
+        say(f"error: {error}")
+        sys.exit(1)
+    except (KeyboardInterrupt, Interrupted):
+        say("interrupted; finished work is kept, run the same command again to go on")
+        sys.exit(130)
+
+
+def _interrupt(*_: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise Interrupted

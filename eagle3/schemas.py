@@ -1,0 +1,140 @@
+"""The columns of every Parquet file and the tensors of a shard, one sentence each.
+
+Letters: T tokens of a shard, N samples of a shard, A auxiliary layers, H hidden size.
+"""
+
+import pyarrow as pa
+
+SCHEMA_VERSION = 1
+
+MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
+
+#: data/prompts/{train,validation,evaluation}.parquet: one row per prompt, in a fixed order.
+PROMPTS = pa.schema(
+    [
+        ("prompt_id", pa.string()),  # sha256 of the messages
+        ("source", pa.string()),  # prompts.sources[].name
+        ("source_row", pa.int64()),  # 1-based row of the source file
+        ("category", pa.string()),  # from the row, or the source's
+        ("split", pa.string()),  # train | validation | evaluation
+        ("messages", pa.list_(MESSAGE)),  # what the verifier is asked; ends with a user turn
+        ("reference", pa.string()),  # the human answer, if the source has one
+    ]
+)
+
+#: data/responses/part-*.parquet: one row per answered prompt, in prompt order.
+RESPONSES = pa.schema(
+    [
+        ("prompt_id", pa.string()),
+        ("source", pa.string()),
+        ("category", pa.string()),
+        ("split", pa.string()),
+        ("messages", pa.list_(MESSAGE)),
+        ("reference", pa.string()),
+        ("prompt_token_ids", pa.list_(pa.int32())),  # the ids that the engine read, verbatim
+        ("output_token_ids", pa.list_(pa.int32())),  # the ids that the engine wrote, verbatim, stop token included
+        ("reasoning", pa.string()),  # as the server parsed it; informational, ids are the truth
+        ("content", pa.string()),  # as the server parsed it; informational
+        ("finish_reason", pa.string()),  # stop | length
+        ("stop_reason", pa.string()),  # stop id or string as text, if the server named one
+        ("prompt_tokens", pa.int32()),  # usage as the server counted it
+        ("completion_tokens", pa.int32()),
+        ("latency_s", pa.float64()),  # from sending the request to the whole answer
+        ("attempts", pa.int32()),  # 1 = answered at the first try
+        ("sampling", pa.string()),  # canonical JSON of every sampling field that was sent, seed included
+        ("verifier_digest", pa.string()),
+        ("engine", pa.string()),  # name and version of what answered
+    ]
+)
+
+#: data/tokens/part-*.parquet: one row per sample, in response order.
+TOKENS = pa.schema(
+    [
+        ("sample_id", pa.string()),  # the prompt_id
+        ("sample_digest", pa.string()),  # sha256 of input_ids and loss_mask
+        ("source", pa.string()),
+        ("category", pa.string()),
+        ("split", pa.string()),
+        ("input_ids", pa.list_(pa.int32())),  # prompt ids then output ids
+        ("loss_mask", pa.list_(pa.bool_())),  # true where the verifier generated the token
+        ("prompt_length", pa.int32()),  # [0, prompt_length) is the prompt
+        ("thinking_start", pa.int32()),  # [thinking_start, thinking_end) is thinking, markers included; equal = none
+        ("thinking_end", pa.int32()),
+        ("answer_start", pa.int32()),  # [answer_start, length) is the answer, stop token included
+        ("length", pa.int32()),
+        ("truncated_in", pa.string()),  # thinking | answer where the token budget ended the row, else null
+        ("greedy", pa.bool_()),  # every generated token was the verifier's first choice
+        ("rebuilt", pa.bool_()),  # true if the ids come from text, not from the engine
+    ]
+)
+
+#: index.parquet of responses/ and tokens/: one row per part, in order.
+PARTS = pa.schema(
+    [("file", pa.string()), ("rows", pa.int64()), ("bytes", pa.int64()), ("sha256", pa.string())],
+)
+
+#: rejected.parquet beside every table: the rows that did not pass, each with its reason.
+REJECTED = pa.schema([("row", pa.string()), ("reason", pa.string()), ("detail", pa.string())])
+
+#: data/hidden_states/index.parquet: one row per sample, in shard order.
+STATES = pa.schema(
+    [
+        ("sample_id", pa.string()),
+        ("sample_digest", pa.string()),
+        ("category", pa.string()),
+        ("split", pa.string()),
+        ("shard", pa.string()),  # file name inside data/hidden_states
+        ("position", pa.int32()),  # ordinal of the sample in its shard
+        ("row_start", pa.int64()),  # its tokens are rows [row_start, row_start + length) of the shard's tensors
+        ("length", pa.int32()),
+        ("loss_tokens", pa.int32()),  # how many of them were generated
+        ("shard_bytes", pa.int64()),
+        ("shard_sha256", pa.string()),
+    ]
+)
+
+#: data/evaluation/steps.parquet: one row per verifier forward that judged a draft, from the engine's own steps.
+STEPS = pa.schema(
+    [
+        ("prompt_id", pa.string()),
+        ("category", pa.string()),
+        ("position", pa.int32()),  # output tokens that stood before this step
+        ("drafted", pa.list_(pa.int32())),  # what the draft proposed, in verifier ids
+        ("accepted", pa.int32()),  # how many of them the verifier accepted
+        ("emitted", pa.int32()),  # tokens that came out of the step: accepted + 1, or fewer where the answer ended
+    ]
+)
+
+#: data/evaluation/answers.parquet: one row per evaluated prompt and arm.
+ANSWERS = pa.schema(
+    [
+        ("prompt_id", pa.string()),
+        ("category", pa.string()),
+        ("arm", pa.string()),  # plain | draft
+        ("prompt_tokens", pa.int32()),
+        ("output_token_ids", pa.list_(pa.int32())),
+        ("seconds", pa.float64()),  # of the batch that the prompt was decoded in
+        ("batch", pa.int32()),  # prompts of one batch share its number and its seconds
+    ]
+)
+
+#: Tensors of one hidden-state shard (safetensors), by name: what each holds.
+SHARD_TENSORS = {
+    "input_ids": "int32 [T], the samples one behind the other, as the engine read them",
+    "loss_mask": "bool [T], true where the verifier generated the token",
+    "offsets": "int64 [N + 1], sample j is rows offsets[j] to offsets[j + 1]",
+    "aux_hidden_states": "[T, A * H], the residual stream entering each auxiliary layer, ascending",
+    "last_hidden_states": "[T, H], the residual stream after the last layer, before the final norm",
+}
+
+#: Keys of a shard's metadata, all text.
+SHARD_METADATA = (
+    "schema_version",
+    "key",  # content key of the shard; its file is named after it
+    "verifier_digest",
+    "aux_layer_ids",  # JSON list
+    "hidden_size",
+    "dtype",
+    "prenorm",  # "true": last_hidden_states is before the final norm
+    "engine",
+)

@@ -1,0 +1,211 @@
+"""A child process that runs an engine: its output in a log file, a pipe to talk to it, and an end that is certain.
+
+The child never outlives its parent, and an error always names the log and quotes its last lines. Engines run in a
+child so that a crash, a hang or a leak of theirs ends in one sentence instead of taking the stage along.
+"""
+
+import contextlib
+import ctypes
+import importlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from eagle3.console import visible
+
+GRACE_S = 10
+TAIL_BYTES = 1 << 16
+PR_SET_PDEATHSIG = 1
+PROJECT = Path(__file__).parents[2]
+
+
+class ParentPipe:
+    """The child's end of the pipe: whole Python values, to and from the process that started it."""
+
+    def __init__(self, connection: Connection):
+        self._connection = connection
+
+    def send(self, message: Any) -> None:
+        """Send a message to EngineProcess.receive."""
+        self._connection.send(("message", message))
+
+    def fail(self, reason: str) -> None:
+        """Make the parent's next receive raise ValueError with this reason."""
+        self._connection.send(("error", reason))
+
+    def waits(self, timeout_s: float = 0) -> bool:
+        """Whether a message is there, after at most `timeout_s`."""
+        return self._connection.poll(timeout_s)
+
+    def receive(self) -> Any:
+        """The next message of the parent; waits for it."""
+        return self._connection.recv()
+
+
+#: Runs in the child: called with a ParentPipe, then the arguments.
+Target = Callable[..., None]
+
+
+class EngineProcess:
+    """`with EngineProcess(target, arguments, environment, log_path, label) as process:` it ends with the block.
+
+    target: a function of a module, or "module:function" where the parent had better not import that module. It is
+        called with a ParentPipe and the arguments. Whatever it raises reaches the parent as a ValueError.
+    environment: variables to add to the parent's; they hold before the first import.
+    """
+
+    def __init__(
+        self,
+        target: Target | str,
+        arguments: tuple[Any, ...],
+        environment: Mapping[str, str],
+        log_path: Path,
+        label: str,
+    ):
+        self.log_path, self.label = log_path, label
+        self._target = target if isinstance(target, str) else f"{target.__module__}:{target.__qualname__}"
+        self._arguments, self._environment = arguments, environment
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> "EngineProcess":
+        ours, theirs = socket.socketpair()
+        self._pipe = Connection(ours.detach())
+        paths = [str(PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **self._environment}
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with theirs, self.log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "eagle3.serving.process", str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C reaches only the parent, which ends the whole group
+            )
+        try:
+            self.send((self._target, self._arguments))
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def fileno(self) -> int:
+        """The pipe's descriptor, for a selector."""
+        return self._pipe.fileno()
+
+    def send(self, message: Any) -> None:
+        """Send a message to the target. Raises ValueError when the child is gone."""
+        try:
+            self._pipe.send(message)
+        except OSError:
+            self.receive(0)  # the error that it died of, if it told
+            raise self._failure("ended unexpectedly") from None
+
+    def receive(self, timeout_s: float) -> Any:
+        """The next message of the target. Raises ValueError on its error, its end, or `timeout_s` of silence."""
+        try:
+            if not self._pipe.poll(timeout_s):
+                raise self._failure(f"gave no answer for {timeout_s:g} s")
+            kind, message = self._pipe.recv()
+        except (EOFError, OSError):
+            raise self._failure("ended unexpectedly") from None
+        if kind == "error":
+            raise self._failure(f"failed: {message}", quote=False)
+        return message
+
+    def stalled(self, timeout_s: float) -> ValueError:
+        """The error for a caller whose own watchdog saw no progress for `timeout_s`."""
+        return self._failure(f"made no progress for {timeout_s:g} s")
+
+    def stop(self) -> None:
+        """End the child and all of its own children: terminate, then kill after a grace time."""
+        if self._process is None:
+            return
+        self._pipe.close()
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            self._signal_group(number)
+            try:
+                self._process.wait(GRACE_S)
+                break
+            except subprocess.TimeoutExpired:
+                continue
+        self._signal_group(signal.SIGKILL)
+
+    def _signal_group(self, number: int) -> None:
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+    def _failure(self, what: str, quote: bool = True) -> ValueError:
+        assert self._process is not None
+        try:
+            code = self._process.wait(1 if "ended" in what else 0)
+            ended = f" (killed by {signal.Signals(-code).name})" if code < 0 else f" (exit code {code})"
+        except subprocess.TimeoutExpired:
+            ended = ""
+        said = last_words(self.log_path) if quote else ""
+        return ValueError(f"{self.label}: {what}{ended}; log: {self.log_path}" + (f"; it ends: {said}" if said else ""))
+
+
+def last_words(log_path: Path, lines: int = 3) -> str:
+    """The last lines of a log that say something: error lines if there are any near its end. Escaped, on one line."""
+    try:
+        with log_path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    told = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in text.splitlines()]
+    told = [line for line in told if len(line) > 3]
+    errors = [line for line in told if re.search(r"\b\w*(Error|Exception|Killed|out of memory)\b", line)]
+    return " | ".join(visible(line) for line in (errors or told)[-lines:])
+
+
+def _die_with_parent(parent: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _terminated(_number: int, _frame: FrameType | None) -> None:
+    raise SystemExit(0)
+
+
+def _run(descriptor: int, parent: int) -> None:
+    """The child: receive the target and its arguments, call it, report what it raises."""
+    _die_with_parent(parent)
+    signal.signal(signal.SIGTERM, _terminated)
+    pipe = ParentPipe(Connection(descriptor))
+    name, arguments = pipe.receive()
+    module, function = name.split(":")
+    try:
+        target: Target = vars(importlib.import_module(module))[function]
+        target(pipe, *arguments)
+    except Exception as error:
+        traceback.print_exc()
+        told = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        pipe.fail(" ".join(told.split())[:2000])
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    _run(int(sys.argv[1]), int(sys.argv[2]))

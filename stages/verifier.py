@@ -1,0 +1,16 @@
+"""Stage `verifier`: which model the draft is for. Runs at every `dvc repro` and notices a model that changed in place."""
+
+from pathlib import Path
+
+from eagle3.console import run_stage
+from eagle3.params import load_params
+from eagle3.verifier import identify_verifier, write_identity
+
+
+def verifier(identity: Path, params_path: Path) -> None:
+    """Write the verifier's identity (digest, sizes, layer ids, stop tokens, engine version) to IDENTITY."""
+    write_identity(identify_verifier(load_params(params_path).verifier), identity)
+
+
+if __name__ == "__main__":
+    run_stage(verifier)

@@ -1,0 +1,19 @@
+"""Fixtures shared by all tests."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_verifiers import build_tiny_verifier
+
+
+@pytest.fixture(scope="session")
+def tiny_verifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of a tiny random Llama verifier with tokenizer and chat template (float32, 512 positions)."""
+    return build_tiny_verifier(tmp_path_factory.mktemp("verifier") / "tiny-llama")
+
+
+@pytest.fixture(autouse=True)
+def own_work_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test has a work store of its own; none touches the project's."""
+    monkeypatch.setenv("EAGLE3_WORK_DIR", str(tmp_path / "work"))
