@@ -1,5 +1,6 @@
 """What a person sees: progress, warnings, errors without stack traces. Foreign text is escaped on its way here."""
 
+import functools
 import os
 import signal
 import sys
@@ -79,22 +80,28 @@ def run_stage(stage: Callable[..., None]) -> None:
     """Run one stage as a command line: its parameters are the arguments; a user's mistake is one line and exit 1."""
     signal.signal(signal.SIGTERM, _interrupt)
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(stage)
-    guarded(app)
+    app.command()(guarded(stage))
+    app()
 
 
-def guarded(command: Callable[[], Any]) -> None:
-    """Call `command`; turn ValueError and OSError into one line and exit 1, an interruption into exit 130."""
-    try:
-        command()
-    except (ValueError, OSError) as error:
-        if os.environ.get("EAGLE3_TRACEBACK"):
-            raise
-        say(f"error: {error}")
-        sys.exit(1)
-    except (KeyboardInterrupt, Interrupted):
-        say("interrupted; finished work is kept, run the same command again to go on")
-        sys.exit(130)
+def guarded(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with its errors made readable: ValueError and OSError become one line and exit 1, an interruption
+    exit 130. Set EAGLE3_TRACEBACK to see where an error came from."""
+
+    @functools.wraps(command)
+    def wrapped(*arguments: Any, **options: Any) -> None:
+        try:
+            command(*arguments, **options)
+        except (ValueError, OSError) as error:
+            if os.environ.get("EAGLE3_TRACEBACK"):
+                raise
+            say(f"error: {error}")
+            sys.exit(1)
+        except (KeyboardInterrupt, Interrupted):
+            say("interrupted; finished work is kept, run the same command again to go on")
+            sys.exit(130)
+
+    return wrapped
 
 
 def _interrupt(*_: object) -> None:

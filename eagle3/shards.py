@@ -241,11 +241,7 @@ def _check_form(path: Path, metadata: dict[str, str], places: dict[str, TensorPl
     if metadata["schema_version"] != str(SCHEMA_VERSION):
         raise ValueError(f"{path}: schema version {metadata['schema_version']}, this code reads {SCHEMA_VERSION}")
     try:
-        layers, hidden, dtype = (
-            len(json.loads(metadata["aux_layer_ids"])),
-            int(metadata["hidden_size"]),
-            metadata["dtype"],
-        )
+        layers, hidden = len(json.loads(metadata["aux_layer_ids"])), int(metadata["hidden_size"])
     except (ValueError, TypeError):
         raise ValueError(f"{path}: metadata aux_layer_ids or hidden_size is not readable") from None
     dtype = DTYPES.get(metadata["dtype"])

@@ -89,7 +89,7 @@ def read_table(path: Path, schema: pa.Schema, batch_rows: int = 256) -> Iterator
                 yield from batch.to_pylist()
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file; `dvc repro` makes it") from None
-    except pa.ArrowException as error:
+    except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path}: not readable as Parquet: {error}") from None
 
 

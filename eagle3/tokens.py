@@ -101,9 +101,9 @@ def _check(
     ):
         if len(ids) != counted:
             raise Unusable("ids disagree with usage", f"{len(ids)} {name} ids, usage says {counted}")
-        outside = next((i for i in ids if i is None or not 0 <= i < verifier.vocab_size), -1)
-        if outside != -1:
-            raise Unusable("id outside the vocabulary", f"{name} id {outside}, vocabulary {verifier.vocab_size}")
+        outside = [i for i in ids if i is None or not 0 <= i < verifier.vocab_size]
+        if outside:
+            raise Unusable("id outside the vocabulary", f"{name} id {outside[0]}, vocabulary {verifier.vocab_size}")
     if not prompt:
         raise Unusable("no prompt ids", "the server returned none")
     if len(prompt) + len(output) > max_length:

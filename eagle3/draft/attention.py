@@ -1,8 +1,8 @@
 """Training-time-test attention: causal attention over the keys of step 0, merged with each row's own later keys.
 
-At step k the query of row i sees the step-0 keys j <= i of its document and its own keys of steps 1 .. k. The first part
-runs in a fused kernel; the second is one term per step; the two are merged through the log-sum-exp. The merge is exact
-and so is its gradient: the kernel's backward is given the *total* output and the *total* log-sum-exp, as in ring
+At step k the query of row i sees the step-0 keys j <= i of its document and its own keys of steps 1 .. k. The first
+part runs in a fused kernel; the second is one term per step; the two are merged through the log-sum-exp. The merge is
+exact and so is its gradient: the kernel's backward is given the *total* output and the *total* log-sum-exp, as in ring
 attention (Liu et al. 2023, arXiv:2310.01889).
 
 Letters: N context rows (keys of step 0), R query rows, h query heads, g key-value heads, d head size.
@@ -33,7 +33,8 @@ class Document(NamedTuple):
 
 @dataclass
 class LayerMemory:
-    """Keys and values of one layer during one unroll: those of step 0 [N, g, d] and each row's own of later steps [R, g, d]."""
+    """Keys and values of one layer during one unroll: those of step 0 [N, g, d], and of later steps each row's own
+    [R, g, d]."""
 
     context: tuple[torch.Tensor, torch.Tensor] | None = None
     own: tuple[torch.Tensor, ...] = ()
@@ -56,9 +57,9 @@ def ttt_attention(
     own: Sequence[torch.Tensor],
     documents: Sequence[Document],
 ) -> torch.Tensor:
-    """Attention of one step. query [R, h, d]; key, value [N, g, d] of step 0; own: key, value [R, g, d] of steps 1, 2, ...
+    """Attention of one step. query [R, h, d]; key, value [N, g, d] of step 0.
 
-    documents: in order, their query rows together are the R rows. Returns [R, h, d].
+    own: key, value [R, g, d] of step 1, then of step 2, and so on. documents: in order, their query rows together are the R rows. Returns [R, h, d].
     """
     assert query.shape[0] == sum(end - first for _, first, end in documents)
     output: torch.Tensor = _Attention.apply(tuple(documents), query, key, value, *own)

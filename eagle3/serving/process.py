@@ -80,7 +80,7 @@ class EngineProcess:
         ours, theirs = socket.socketpair()
         self._pipe = Connection(ours.detach())
         paths = [str(PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **self._environment}
+        environment = {**os.environ, **self._environment, "PYTHONPATH": os.pathsep.join(paths)}
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with theirs, self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
@@ -187,6 +187,7 @@ def _die_with_parent(parent: int) -> None:
 
 
 def _terminated(_number: int, _frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise SystemExit(0)
 
 
@@ -205,6 +206,8 @@ def _run(descriptor: int, parent: int) -> None:
         told = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         pipe.fail(" ".join(told.split())[:2000])
         sys.exit(1)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is on its way out
 
 
 if __name__ == "__main__":

@@ -1,0 +1,315 @@
+"""One step of an EAGLE-3 draft, as vLLM serves it (vllm/model_executor/models/llama_eagle3.py).
+
+Parameter names are the tensor names of the export. Weights stay float32; matrix products run in `compute_dtype`, the
+residual stream, the norms and the rotation in float32.
+
+Letters: N rows, R query rows (those whose output is wanted), A auxiliary layers, H hidden size, D draft vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from eagle3.draft.attention import Document, LayerMemory
+from eagle3.params import TrainParams
+
+
+@dataclass(frozen=True)
+class DraftSizes:
+    """Everything that determines the draft's form; `rope_parameters` as transformers 5 keeps them."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_aux_layers: int
+    vocab_size: int
+    draft_vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_parameters: dict[str, Any]
+    norm_before_residual: bool
+    norm_before_fc: bool
+    fc_norm: bool
+    norm_output: bool
+
+
+def choose_sizes(
+    verifier_config: dict[str, Any], num_aux_layers: int, draft_vocab_size: int, max_positions: int, params: TrainParams
+) -> DraftSizes:
+    """The draft's form from the verifier's config.json: one of the verifier's layers, in Llama form.
+
+    A verifier whose attention is not in Llama form (MLA) lends its width only; heads of 128 (or 64) are used then.
+    Raises ValueError that names a field which is missing.
+    """
+    config = {**verifier_config, **verifier_config.get("text_config", {})}
+    absent = [
+        key for key in ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads") if key not in config
+    ]
+    if absent:
+        raise ValueError(f"the verifier's config.json has no {', '.join(absent)}: the draft takes its sizes from there")
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    head_dim = config.get("head_dim") or hidden // heads
+    kv_heads = config.get("num_key_value_heads") or heads
+    if "kv_lora_rank" in config:
+        head_dim = 128 if hidden % 128 == 0 else 64
+        heads = hidden // head_dim
+        kv_heads = max(1, heads // 8) if heads % 8 == 0 else heads
+    positions = max(config.get("max_position_embeddings", 0), max_positions)
+    return DraftSizes(
+        hidden_size=hidden,
+        intermediate_size=config["intermediate_size"],
+        num_layers=params.num_layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        num_aux_layers=num_aux_layers,
+        vocab_size=config["vocab_size"],
+        draft_vocab_size=draft_vocab_size,
+        max_position_embeddings=positions,
+        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rope_parameters=_rope_parameters(config, head_dim, positions),
+        norm_before_residual=params.norm_before_residual,
+        norm_before_fc=params.norm_before_fc,
+        fc_norm=params.fc_norm,
+        norm_output=params.norm_output,
+    )
+
+
+class DraftModel(nn.Module):
+    """fc, decoder layers, final norm and draft head. The embedding is the verifier's and is not held here."""
+
+    def __init__(self, sizes: DraftSizes, compute_dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.sizes, self.compute_dtype = sizes, compute_dtype
+        wide = sizes.num_aux_layers * sizes.hidden_size
+        self.input_norm = RMSNorm(wide, sizes.rms_norm_eps) if sizes.norm_before_fc else None
+        self.fc_norm = (
+            nn.ModuleList(RMSNorm(sizes.hidden_size, sizes.rms_norm_eps) for _ in range(sizes.num_aux_layers))
+            if sizes.fc_norm
+            else None
+        )
+        self.fc = Linear(wide, sizes.hidden_size)
+        self.layers = nn.ModuleList(DraftLayer(sizes, first=index == 0) for index in range(sizes.num_layers))
+        self.norm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
+        self.lm_head = Linear(sizes.hidden_size, sizes.draft_vocab_size)
+        self.rotary = LlamaRotaryEmbedding(_llama_config(sizes))
+
+    def combine(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
+        """Verifier states [N, A*H] to the state that step 0 reads [N, H]."""
+        states = aux_hidden_states
+        if self.input_norm is not None:
+            states = self.input_norm(states)
+        if self.fc_norm is not None:
+            chunks = states.chunk(self.sizes.num_aux_layers, dim=-1)
+            states = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
+        return _wide(self.fc(states, self.compute_dtype))
+
+    def rotation(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine [N, 1, d] of rows at these positions [N]."""
+        cos, sin = self.rotary(positions.new_empty(0, dtype=torch.float32), positions[None])
+        return cos[0][:, None], sin[0][:, None]
+
+    def forward(
+        self,
+        embeds: torch.Tensor,
+        state: torch.Tensor,
+        positions: torch.Tensor,
+        memories: Sequence[LayerMemory],
+        documents: Sequence[Document],
+        rows: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One step. embeds, state [N, H] and positions [N] of the rows; memories: one per layer, extended here.
+
+        documents: whose query rows are the wanted rows. rows: which of the N are wanted (None = all), so N > R only
+        at step 0, where rows that nobody predicts from still serve as keys. Returns the normed output [R, H], which
+        the head reads, and the state [R, H] that the next step reads.
+        """
+        rotation = self.rotation(positions)
+        whole = [Document(start, start, end) for start, _, end in documents]
+        residual: torch.Tensor | None = None
+        for index, (layer, memory) in enumerate(zip(self.layers, memories, strict=True)):
+            last = index == len(self.layers) - 1
+            layer_documents = whole if rows is not None and not last else documents
+            state, residual = layer(
+                embeds, state, residual, rotation, memory, layer_documents, rows if last else None, self.compute_dtype
+            )
+        assert residual is not None
+        prenorm = residual + state
+        normed = self.norm(prenorm)
+        return normed, normed if self.sizes.norm_output else prenorm
+
+
+class DraftLayer(nn.Module):
+    """A Llama decoder layer; the first one reads embedding and state side by side."""
+
+    def __init__(self, sizes: DraftSizes, first: bool):
+        super().__init__()
+        hidden, eps = sizes.hidden_size, sizes.rms_norm_eps
+        self.norm_before_residual = sizes.norm_before_residual
+        self.hidden_norm = RMSNorm(hidden, eps) if first else None
+        self.input_layernorm = RMSNorm(hidden, eps)
+        self.self_attn = DraftAttention(sizes, 2 * hidden if first else hidden)
+        self.post_attention_layernorm = RMSNorm(hidden, eps)
+        self.mlp = DraftMLP(sizes)
+
+    def forward(
+        self,
+        embeds: torch.Tensor,
+        state: torch.Tensor,
+        residual: torch.Tensor | None,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        memory: LayerMemory,
+        documents: Sequence[Document],
+        rows: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the output of the MLP and the residual it belongs to, [R, H] each."""
+        if self.hidden_norm is not None:
+            normed = self.hidden_norm(state)
+            residual = normed if self.norm_before_residual else state
+            inputs = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
+        else:
+            assert residual is not None
+            residual = residual + state
+            inputs = self.input_layernorm(residual)
+        attended = self.self_attn(inputs, rotation, memory, documents, rows, dtype)
+        residual = attended + (residual if rows is None else residual[rows])
+        return _wide(self.mlp(self.post_attention_layernorm(residual), dtype)), residual
+
+
+class DraftAttention(nn.Module):
+    """Grouped-query attention with rotary positions over a LayerMemory."""
+
+    def __init__(self, sizes: DraftSizes, width: int):
+        super().__init__()
+        self.head_dim = sizes.head_dim
+        self.q_proj = Linear(width, sizes.num_heads * sizes.head_dim)
+        self.k_proj = Linear(width, sizes.num_kv_heads * sizes.head_dim)
+        self.v_proj = Linear(width, sizes.num_kv_heads * sizes.head_dim)
+        self.o_proj = Linear(sizes.num_heads * sizes.head_dim, sizes.hidden_size)
+
+    def forward(
+        self,
+        inputs: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        memory: LayerMemory,
+        documents: Sequence[Document],
+        rows: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """inputs [N, width] to [R, H]."""
+        inputs = inputs.to(dtype)
+        cos, sin = rotation
+        key = rotate(self._heads(self.k_proj(inputs, dtype)), cos, sin)
+        value = self._heads(self.v_proj(inputs, dtype))
+        if rows is not None:
+            inputs, cos, sin = inputs[rows], cos[rows], sin[rows]
+        query = rotate(self._heads(self.q_proj(inputs, dtype)), cos, sin)
+        return _wide(self.o_proj(memory.attend(query, key, value, documents).flatten(1), dtype))
+
+    def _heads(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.unflatten(-1, (-1, self.head_dim))
+
+
+class DraftMLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, sizes: DraftSizes):
+        super().__init__()
+        self.gate_proj = Linear(sizes.hidden_size, sizes.intermediate_size)
+        self.up_proj = Linear(sizes.hidden_size, sizes.intermediate_size)
+        self.down_proj = Linear(sizes.intermediate_size, sizes.hidden_size)
+
+    def forward(self, inputs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """[N, H] to [N, H]."""
+        inputs = inputs.to(dtype)
+        gate = functional.silu(self.gate_proj(inputs, dtype))
+        result: torch.Tensor = self.down_proj(gate * self.up_proj(inputs, dtype), dtype)
+        return result
+
+
+class Linear(nn.Module):
+    """A weight [out, in] without bias, cast to the dtype of the product at each use."""
+
+    def __init__(self, width: int, height: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(height, width))
+
+    def forward(self, inputs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """[N, in] to [N, out] in `dtype`."""
+        return functional.linear(inputs.to(dtype), self.weight.to(dtype))
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm, in float32 or wider."""
+
+    def __init__(self, width: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """[.., width] to [.., width]."""
+        return rms_norm(states, self.weight, self.eps)
+
+
+def rms_norm(states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """weight * states / rms(states), computed in float32 or wider."""
+    wide = _wide(states)
+    return functional.rms_norm(wide, wide.shape[-1:], weight.to(wide.dtype), eps)
+
+
+def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary positions, halves rotated (as Llama). heads [N, h, d], cos and sin [N, 1, d]; computed in float32."""
+    wide = _wide(heads)
+    left, right = wide.chunk(2, dim=-1)
+    rotated = wide * cos + torch.cat([-right, left], dim=-1) * sin
+    return rotated.to(heads.dtype)
+
+
+@torch.no_grad()
+def initialise(model: DraftModel, head: torch.Tensor, norm: torch.Tensor, seed: int, spread: float = 0.02) -> None:
+    """Draft head [D, H] and final norm [H] from the verifier, the rest normal with standard deviation `spread`."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2 and name != "lm_head.weight":
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * spread)
+    model.lm_head.weight.copy_(head)
+    model.norm.weight.copy_(norm)
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """At least float32."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _rope_parameters(config: dict[str, Any], head_dim: int, positions: int) -> dict[str, Any]:
+    """Rotary parameters in transformers 5's layout, from it or from the older `rope_theta` and `rope_scaling`."""
+    fields = {
+        key: config[key] for key in ("rope_parameters", "rope_theta", "rope_scaling") if config.get(key) is not None
+    }
+    if not fields:
+        raise ValueError("the verifier's config.json has neither rope_parameters nor rope_theta; the draft needs one")
+    fields = {key: dict(value) if isinstance(value, dict) else value for key, value in fields.items()}
+    llama = LlamaConfig(head_dim=head_dim, max_position_embeddings=positions, **fields)
+    return dict(llama.rope_parameters)
+
+
+def _llama_config(sizes: DraftSizes) -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=sizes.hidden_size,
+        num_attention_heads=sizes.num_heads,
+        num_key_value_heads=sizes.num_kv_heads,
+        head_dim=sizes.head_dim,
+        max_position_embeddings=sizes.max_position_embeddings,
+        rope_parameters=dict(sizes.rope_parameters),
+    )

@@ -1,0 +1,371 @@
+"""The training loop: optimiser, schedule, validation, plots, resume.
+
+A run is keyed by everything that determines its weights. After an interruption or a kill, the same call goes on from
+the last checkpoint and arrives at the same bits; a finished run is only read back.
+"""
+
+import math
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from dvclive import Live
+
+from eagle3.console import Interrupted, Progress, say, visible
+from eagle3.digests import digest, digest_file
+from eagle3.draft.checkpoint import CheckpointStore, TrainingState
+from eagle3.draft.data import Batch, BatchStream, Corpus, SampleRef, plan_epoch
+from eagle3.draft.model import DraftModel, DraftSizes, initialise
+from eagle3.draft.ttt import Score, Teacher, empty_score, full_choices, make_teacher, score_batch
+from eagle3.draft.vocab import DraftVocabulary
+from eagle3.params import TrainParams
+from eagle3.schemas import SCHEMA_VERSION
+from eagle3.verifier import HeadWeights, VerifierIdentity
+
+PLOTTED_POINTS = 200
+PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What each optimiser step reads. epochs: for each epoch its optimiser steps, each a list of batches of samples."""
+
+    epochs: list[list[list[list[SampleRef]]]]
+    waste: float  # share of the packed capacity that stays empty
+
+    @property
+    def total(self) -> int:
+        """Optimiser steps of the whole run."""
+        return sum(map(len, self.epochs))
+
+    def after(self, step: int) -> Iterator[list[list[SampleRef]]]:
+        """The optimiser steps that come after the first `step` ones."""
+        for epoch in self.epochs:
+            yield from epoch[step:]
+            step = max(0, step - len(epoch))
+
+    def begins_epoch(self, step: int) -> bool:
+        """Whether an epoch begins with optimiser step number `step` (from 0)."""
+        return step in {sum(map(len, self.epochs[:count])) for count in range(len(self.epochs))}
+
+
+def make_schedule(samples: list[SampleRef], params: TrainParams) -> Schedule:
+    """Plan all epochs: a function of the samples' lengths and the parameters alone."""
+    lengths = [ref.length for ref in samples]
+    epochs, batches = [], 0
+    for number in range(params.epochs):
+        plan = [
+            [samples[index] for index in batch]
+            for batch in plan_epoch(lengths, params.batch_tokens, params.seed, number)
+        ]
+        batches += len(plan)
+        group = params.gradient_accumulation
+        epochs.append([plan[at : at + group] for at in range(0, len(plan), group)])
+    fitting = sum(min(length, params.batch_tokens) for length in lengths) * params.epochs
+    return Schedule(epochs, 1 - fitting / (batches * params.batch_tokens))
+
+
+def learning_rate(step: int, total: int, params: TrainParams) -> float:
+    """Rate of optimiser step number `step` (from 0): linear warm-up, then half a cosine down to the final share."""
+    warmup = math.ceil(params.warmup_share * total)
+    if step < warmup:
+        return params.learning_rate * (step + 1) / warmup
+    progress = (step - warmup) / max(1, total - warmup)
+    final = params.final_learning_rate_share
+    return params.learning_rate * (final + (1 - final) * (1 + math.cos(math.pi * progress)) / 2)
+
+
+def run_key(corpus: Corpus, verifier: VerifierIdentity, params: TrainParams, device: torch.device) -> str:
+    """Digest of everything that determines the weights of a run, this package's code included."""
+    settings = params.model_dump(exclude={"checkpoint_every_s", "export_dtype"})
+    code = {path.name: digest_file(path) for path in sorted(Path(__file__).parent.glob("*.py"))}
+    return digest(
+        {
+            "schema": SCHEMA_VERSION,
+            "params": settings,
+            "states": corpus.fingerprint,
+            "verifier": verifier.digest,
+            "aux_layer_ids": verifier.aux_layer_ids,
+            "torch": torch.__version__,
+            "device": device.type,
+            "code": code,
+        }
+    )
+
+
+class DeferredSignals:
+    """SIGTERM and Ctrl-C wait for the end of the optimiser step; a second one does not. `pending`: one has arrived."""
+
+    def __init__(self) -> None:
+        self.pending: int | None = None
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "DeferredSignals":
+        self._previous = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        if self.pending is not None:
+            self.deliver()
+        self.pending = number
+
+    def deliver(self) -> None:
+        """Raise what arrived."""
+        raise KeyboardInterrupt if self.pending == signal.SIGINT else Interrupted
+
+
+class Trainer:
+    """One run: the draft, its optimiser and where it stands. `train` leaves the best weights in `draft`."""
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        sizes: DraftSizes,
+        vocabulary: DraftVocabulary,
+        head: HeadWeights,
+        params: TrainParams,
+        store: CheckpointStore,
+    ):
+        self.corpus, self.params, self.store = corpus, params, store
+        self.device = choose_device()
+        self.teacher: Teacher = make_teacher(head, vocabulary, self.device)
+        self.draft = DraftModel(sizes, PRECISIONS[params.precision])
+        initialise(self.draft, self.teacher.draft_head, self.teacher.norm, params.seed)
+        self.draft.to(self.device)
+        self.draft.lm_head.weight.requires_grad_(not params.freeze_lm_head)
+        self.trained = {name: value for name, value in self.draft.named_parameters() if value.requires_grad}
+        self.optimiser = make_optimiser(list(self.trained.values()), params)
+        self.schedule = make_schedule(corpus.train, params)
+        self.decay = [params.ttt_loss_decay**step for step in range(params.ttt_steps)]
+        self.state = TrainingState()
+        self._choices: list[torch.Tensor] = []  # the verifier's first choices on each validation batch, once known
+
+    def train(self, plots: Path) -> None:
+        """Go on from the last checkpoint, or start; raises ValueError at a loss that is not finite."""
+        self._resume()
+        total = self.schedule.total
+        due = {round(total * part / self.params.validations) for part in range(1, self.params.validations + 1)}
+        tokens = self.params.epochs * sum(ref.length for ref in self.corpus.train)
+        with (
+            DeferredSignals() as signals,
+            Live(str(plots), dvcyaml=None, save_dvc_exp=False) as live,
+            Progress("train", tokens, "tokens", self.state.tokens) as progress,
+        ):
+            for point in self.state.history:
+                _plot(live, point)
+            if not self.state.finished:
+                self._loop(total, due, signals, live, progress)
+        self.draft.load_state_dict(self.store.best_weights(), strict=False)
+
+    def _loop(self, total: int, due: set[int], signals: DeferredSignals, live: Live, progress: Progress) -> None:
+        state, saved = self.state, time.monotonic()
+        with BatchStream(self.corpus.folder, self.schedule.after(state.step), self.params.ttt_steps) as stream:
+            groups = iter(stream)
+            waited = state.wait_s
+            while True:
+                if state.step in due and state.validated_step < state.step and self.corpus.validation:
+                    if self._validate(signals, live):
+                        self._save()
+                        saved = time.monotonic()
+                elif time.monotonic() - saved >= self.params.checkpoint_every_s:
+                    self._save()
+                    saved = time.monotonic()
+                if signals.pending is not None:
+                    self._save()
+                    signals.deliver()
+                if state.step == total:
+                    break
+                started = time.monotonic()
+                group = next(groups)
+                self._step(group)
+                state.wait_s = waited + stream.wait_s
+                state.train_s += time.monotonic() - started
+                self._report(group, live, progress)
+        state.finished = True
+        self._save()
+
+    def _step(self, group: list[Batch]) -> None:
+        """One optimiser step over the batches of a group, each position weighted as if they were one batch."""
+        state = self.state
+        if self.schedule.begins_epoch(state.step):
+            state.loss_sum, state.loss_steps = 0.0, 0
+        batches = [batch.to(self.device) for batch in group if batch.documents]
+        counted = sum((batch.counted.sum(1) for batch in batches), torch.zeros(len(self.decay), device=self.device))
+        weights = torch.tensor(self.decay, device=self.device) / counted.clamp(min=1)
+        score = empty_score(len(self.decay))
+        for batch in batches:
+            loss, part = score_batch(self.draft, batch, self.teacher, weights, None)
+            loss.backward()  # type: ignore[no-untyped-call]
+            score.add(part)
+        norm = torch.nn.utils.clip_grad_norm_(self.trained.values(), self.params.max_gradient_norm)
+        loss_value = score.loss(self.params.ttt_loss_decay)
+        if not math.isfinite(loss_value) or not torch.isfinite(norm):
+            self._stop_at_nonfinite(group, loss_value, float(norm))
+        for settings in self.optimiser.param_groups:
+            settings["lr"] = learning_rate(state.step, self.schedule.total, self.params)
+        self.optimiser.step()
+        self.optimiser.zero_grad()
+        recent = Score(**state.recent) if state.recent else empty_score(len(self.decay))  # type: ignore[arg-type]
+        recent.add(score)
+        state.recent = asdict(recent)
+        state.loss_sum += loss_value
+        state.loss_steps += 1
+        state.step += 1
+        state.tokens += sum(batch.tokens for batch in group)
+
+    def _stop_at_nonfinite(self, group: list[Batch], loss: float, norm: float) -> None:
+        self._save()
+        names = [visible(name) for batch in group for name in batch.sample_ids]
+        listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        raise ValueError(
+            f"train: loss {loss} and gradient norm {norm} at optimiser step {self.state.step + 1} (samples {listed}); "
+            f"the weights before it are kept in {self.store.folder}. Lower train.learning_rate, or check these samples"
+        )
+
+    def _report(self, group: list[Batch], live: Live, progress: Progress) -> None:
+        state = self.state
+        recent = Score(**state.recent)  # type: ignore[arg-type]
+        loss, length = recent.loss(self.params.ttt_loss_decay), recent.expected_acceptance_length()
+        speed = state.tokens / max(state.train_s, 1e-9)
+        note = f"step {state.step} of {self.schedule.total}, loss {loss:.3f}, agreement {recent.agreement()[0]:.3f}, "
+        note += f"expected acceptance length {length:.2f}, {speed:,.0f} tokens/s"
+        progress.advance(sum(batch.tokens for batch in group), note)
+        if state.step % max(1, self.schedule.total // PLOTTED_POINTS) == 0 or state.step == self.schedule.total:
+            rate = learning_rate(state.step - 1, self.schedule.total, self.params)
+            self._log(
+                live, {"train/loss": loss, "train/agreement_0": recent.agreement()[0], "train/learning_rate": rate}
+            )
+            state.recent = {}
+
+    def _validate(self, signals: DeferredSignals, live: Live) -> bool:
+        """Score the validation split; False when a signal cut it short."""
+        state, score, refs = self.state, empty_score(len(self.decay)), self.corpus.validation
+        plan = plan_epoch([ref.length for ref in refs], self.params.batch_tokens, self.params.seed, 0)
+        groups = iter([[[refs[index] for index in batch]] for batch in plan])
+        weights = torch.ones(len(self.decay), device=self.device)
+        self.draft.eval()
+        with torch.no_grad(), BatchStream(self.corpus.folder, groups, self.params.ttt_steps) as stream:
+            for number, (batch,) in enumerate(stream):
+                if signals.pending is not None:
+                    break
+                if batch.documents:
+                    score.add(self._score_validation(batch.to(self.device), number, weights))
+        self.draft.train()
+        if signals.pending is not None:
+            return False
+        numbers = summarise(score, self.params.ttt_loss_decay)
+        state.validated_step = state.step
+        if not state.best or _merit(numbers) > _merit(state.best):
+            state.best_step, state.best = state.step, numbers
+        shown = {f"validation/{name}": value for name, value in numbers.items() if isinstance(value, float)}
+        self._log(live, shown)
+        say(
+            f"train: after step {state.step}: validation loss {numbers['loss']:.3f}, "
+            f"agreement {numbers['agreement_0']:.3f}, expected acceptance length {numbers['expected_acceptance_length']:.3f}"
+        )
+        return True
+
+    def _score_validation(self, batch: Batch, number: int, weights: torch.Tensor) -> Score:
+        if number == len(self._choices):
+            self._choices.append(full_choices(batch, self.teacher))
+        choices = self._choices[number] if number < len(self._choices) else full_choices(batch, self.teacher)
+        return score_batch(self.draft, batch, self.teacher, weights, choices)[1]
+
+    def _log(self, live: Live, values: dict[str, float]) -> None:
+        point = {"step": float(self.state.step), **values}
+        self.state.history.append(point)
+        _plot(live, point)
+
+    def _resume(self) -> None:
+        found = self.store.load()
+        if found is None:
+            return
+        self.state, weights, moments = found
+        for name, parameter in self.trained.items():
+            parameter.data.copy_(weights[name])
+            self.optimiser.state[parameter] = {
+                "step": torch.tensor(float(self.state.step)),
+                "exp_avg": moments[f"exp_avg.{name}"].to(self.device),
+                "exp_avg_sq": moments[f"exp_avg_sq.{name}"].to(self.device),
+            }
+        done = "finished" if self.state.finished else f"at step {self.state.step} of {self.schedule.total}"
+        say(f"train: found this run {done} in {self.store.folder}")
+
+    def _save(self) -> None:
+        weights = {name: value.detach().cpu() for name, value in self.trained.items()}
+        moments = {
+            f"{kind}.{name}": self.optimiser.state[value][kind].cpu()
+            for name, value in self.trained.items()
+            for kind in ("exp_avg", "exp_avg_sq")
+            if self.state.step
+        }
+        self.store.save(self.state, weights, moments)
+
+
+def summarise(score: Score, decay: float) -> dict[str, float]:
+    """A score as metrics."""
+    numbers = {"loss": score.loss(decay), "expected_acceptance_length": score.expected_acceptance_length()}
+    for step, (agreement, prefix) in enumerate(zip(score.agreement(), score.prefix_agreement(), strict=True)):
+        numbers |= {f"agreement_{step}": agreement, f"prefix_agreement_{step}": prefix}
+    return numbers
+
+
+def run_metrics(trainer: Trainer, vocabulary: DraftVocabulary) -> dict[str, Any]:
+    """The metrics of a finished run; those of validation are of the exported weights."""
+    state, corpus = trainer.state, trainer.corpus
+    used = len(corpus.train) + len(corpus.validation)
+    metrics: dict[str, Any] = {
+        "rows_in": used + len(corpus.skipped),
+        "rows_out": used,
+        "rows_rejected": {"fewer_than_2_generated_tokens": len(corpus.skipped)} if corpus.skipped else {},
+        "train_samples": len(corpus.train),
+        "validation_samples": len(corpus.validation),
+        "tokens": sum(ref.length for ref in corpus.train),
+        "loss_tokens": sum(ref.loss_tokens for ref in corpus.train),
+        "epochs": trainer.params.epochs,
+        "steps": state.step,
+        "draft_vocab_size": len(vocabulary),
+        "draft_vocab_coverage": vocabulary.coverage,
+        "train_loss": state.loss_sum / max(1, state.loss_steps),
+        "tokens_per_second": state.tokens / max(state.train_s, 1e-9),
+        "packing_waste": trainer.schedule.waste,
+        "data_wait_share": state.wait_s / max(state.train_s, 1e-9),
+    }
+    if state.best:
+        metrics |= {"best_step": state.best_step, "validation_loss": state.best["loss"]}
+        metrics |= {name: value for name, value in state.best.items() if name != "loss"}
+    return metrics
+
+
+def _merit(numbers: dict[str, float]) -> tuple[float, float]:
+    """What makes one validation better than another: expected acceptance length, then the loss."""
+    return numbers["expected_acceptance_length"], -numbers["loss"]
+
+
+def make_optimiser(parameters: list[torch.nn.Parameter], params: TrainParams) -> torch.optim.AdamW:
+    """AdamW; weight decay on matrices only."""
+    matrices = [value for value in parameters if value.dim() > 1]
+    vectors = [value for value in parameters if value.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": params.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=params.learning_rate, betas=(params.beta1, params.beta2), fused=True)
+
+
+def choose_device() -> torch.device:
+    """The GPU when there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _plot(live: Live, point: dict[str, float]) -> None:
+    live.step = int(point["step"])
+    for name, value in point.items():
+        if name != "step":
+            live.log_metric(name, value)

@@ -1,0 +1,133 @@
+"""The gates that recorded hidden states must pass before anybody trains on them.
+
+Rows: finite, not all zero, not constant, in every layer. Samples: the verifier's head, applied to the recorded last
+states, must give the tokens that the verifier generated. That one number falls for a wrong layer, a state on the wrong
+side of the final norm, shifted rows and swapped samples alike.
+
+Letters: T tokens, L layers (auxiliary ones and the last), H hidden size.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from eagle3.shards import Sample, Shard
+from eagle3.verifier import HeadWeights
+
+CHUNK_ROWS = 4096
+ROWS_PER_SAMPLE = 16  # generated positions that the head gate reads of a chosen sample
+HEAD_ROWS = 512  # rows that go through the head at once
+TOP = 20  # a sampled token should be among so many of the most likely ones
+MIN_SAMPLE_ROWS = 8  # a sample is judged on its own only by so many rows
+MIN_SAMPLE_AGREEMENT = 0.5
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a sample is quarantined. detail: where, for a person."""
+
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far the head explains generated tokens, as a sum and what the sum would be if all were right."""
+
+    hits: float = 0.0
+    expected: float = 0.0
+    rows: int = 0
+
+    def __add__(self, other: "Agreement") -> "Agreement":
+        return Agreement(self.hits + other.hits, self.expected + other.expected, self.rows + other.rows)
+
+    @property
+    def share(self) -> float:
+        """hits / expected, at most 1; 1 where nothing was read."""
+        return min(1.0, self.hits / self.expected) if self.expected else 1.0
+
+
+def row_faults(states: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Faults of rows [T, L, H] by reason: bool [T, L] each."""
+    least, most = torch.aminmax(states, dim=-1)
+    finite = torch.isfinite(least) & torch.isfinite(most)
+    zero = (least == 0) & (most == 0)
+    return {"not-finite": ~finite, "zero-row": zero, "constant-row": finite & (least == most) & ~zero}
+
+
+def find_row_problems(shard: Shard, layer_ids: Sequence[int]) -> dict[int, Problem]:
+    """The first fault of each sample that has one, by position. layer_ids: the auxiliary ones, for the text."""
+    hidden = shard.last_hidden_states.shape[1]
+    names = [f"layer {layer}" for layer in layer_ids] + ["the last layer"]
+    offsets = torch.tensor(shard.offsets)
+    problems: dict[int, Problem] = {}
+    for start in range(0, len(shard.input_ids), CHUNK_ROWS):
+        rows = slice(start, start + CHUNK_ROWS)
+        aux = shard.aux_hidden_states[rows].view(-1, len(layer_ids), hidden)
+        parts = [row_faults(aux), row_faults(shard.last_hidden_states[rows].unsqueeze(1))]
+        for reason in parts[0]:
+            faults = torch.cat([part[reason] for part in parts], dim=1).nonzero()
+            positions = torch.searchsorted(offsets, faults[:, 0] + start, right=True) - 1
+            for position, (row, layer) in zip(positions.tolist(), faults.tolist(), strict=True):
+                if position not in problems:
+                    detail = f"token {start + row - shard.offsets[position]}, {names[layer]}"
+                    problems[position] = Problem(reason, detail)
+    return problems
+
+
+def head_agreement(samples: Sequence[tuple[Sample, bool]], head: HeadWeights) -> list[Agreement]:
+    """For each (sample, greedy): whether the head gives the generated tokens, at evenly chosen positions.
+
+    Greedy samples count an argmax that is the token. Sampled ones count a token among the TOP most likely, and expect
+    as many as the verifier's own distribution puts there. Row t speaks for token t + 1.
+    """
+    chosen = [_evenly(sample.loss_mask[1:].nonzero().flatten(), ROWS_PER_SAMPLE) for sample, _ in samples]
+    states = [sample.last_hidden_states[rows] for (sample, _), rows in zip(samples, chosen, strict=True)]
+    targets = [sample.input_ids[rows + 1].long() for (sample, _), rows in zip(samples, chosen, strict=True)]
+    lengths = [len(rows) for rows in chosen]
+    scored = [_score(head.logits(part), aims) for part, aims in zip(*map(_head_chunks, (states, targets)), strict=True)]
+    if not scored:
+        return [Agreement() for _ in samples]
+    first, among, mass = (torch.split(torch.cat(column), lengths) for column in zip(*scored, strict=True))
+    return [
+        Agreement(float(first[i].sum()), float(lengths[i]), lengths[i])
+        if greedy
+        else Agreement(float(among[i].sum()), float(mass[i].sum()), lengths[i])
+        for i, (_, greedy) in enumerate(samples)
+    ]
+
+
+def check_shard(
+    shard: Shard, greedy: Sequence[bool], layer_ids: Sequence[int], head: HeadWeights, agreement_samples: int
+) -> tuple[dict[int, Problem], Agreement]:
+    """Problems by position, and the agreement over the chosen samples (those with faulty rows left out)."""
+    problems = find_row_problems(shard, layer_ids)
+    candidates = torch.tensor([position for position in range(len(shard)) if position not in problems])
+    chosen = _evenly(candidates, agreement_samples).tolist()
+    agreements = head_agreement([(shard.sample(position), greedy[position]) for position in chosen], head)
+    for position, agreement in zip(chosen, agreements, strict=True):
+        if agreement.rows >= MIN_SAMPLE_ROWS and agreement.share < MIN_SAMPLE_AGREEMENT:
+            detail = f"the head gives {agreement.share:.0%} of {agreement.rows} generated tokens"
+            problems[position] = Problem("head-disagreement", detail)
+    return problems, sum(agreements, Agreement())
+
+
+def _score(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Per row [T]: target is the argmax; target is among the TOP; probability of the TOP together."""
+    top = logits.topk(min(TOP, logits.shape[1]), dim=1)
+    found = top.indices == targets.unsqueeze(1)
+    mass = (top.values - logits.logsumexp(1, keepdim=True)).exp().sum(1)
+    return found[:, 0], found.any(1), mass
+
+
+def _head_chunks(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    rows = torch.cat(tensors) if tensors else torch.empty(0)
+    return list(torch.split(rows, HEAD_ROWS)) if len(rows) else []
+
+
+def _evenly(values: torch.Tensor, count: int) -> torch.Tensor:
+    """At most `count` of the values, evenly spread."""
+    if len(values) <= count:
+        return values
+    return values[torch.arange(count) * len(values) // count]

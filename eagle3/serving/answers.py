@@ -1,0 +1,196 @@
+"""One request and its answer: the sampling fields, the key in the work store, the checks, the stored unit.
+
+Ids are the truth; reasoning and content are kept as the server parsed them. Nothing here speaks HTTP.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from eagle3.digests import canonical_json, derived_seed, digest
+from eagle3.params import GenerateParams
+from eagle3.schemas import SCHEMA_VERSION
+from eagle3.tables import Row
+
+FINISH_REASONS = ("stop", "length")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What bounds every row of a run."""
+
+    vocab_size: int
+    max_tokens: int  # of prompt and answer together; no stored row is longer
+    min_room_tokens: int  # a prompt that leaves less for the answer is rejected
+    stop_token_ids: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked for one prompt."""
+
+    prompt_id: str
+    messages: list[dict[str, str]]
+    sampling: dict[str, Any]  # with max_tokens as wanted; the client shrinks it to the room left
+
+    @property
+    def most_tokens(self) -> int:
+        """Upper bound of the tokens of the messages without the template: one per byte, and some for each turn."""
+        return sum(len(message["content"].encode()) + 16 for message in self.messages)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back, checked."""
+
+    prompt_token_ids: list[int]
+    output_token_ids: list[int]
+    reasoning: str | None
+    content: str | None
+    finish_reason: str
+    stop_reason: str | None
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    def thinks(self, think_end_ids: tuple[int, ...]) -> bool:
+        """Whether the server told any reasoning, or the ids close a thinking part."""
+        return bool(self.reasoning) or not set(think_end_ids).isdisjoint(self.output_token_ids)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why there is no answer. `lasting`: asking the same again would end the same way."""
+
+    reason: str
+    detail: str
+    lasting: bool = False
+
+
+class BadAnswerError(Exception):
+    """A response that must not be stored. `again`: another try may be better."""
+
+    def __init__(self, reason: str, detail: str = "", again: bool = True):
+        super().__init__(f"{reason}: {detail}")
+        self.reason, self.detail, self.again = reason, detail, again
+
+
+def sampling_fields(params: GenerateParams, prompt_id: str) -> dict[str, Any]:
+    """Every sampling field of a request, none left to the server's defaults; the seed depends on the prompt alone."""
+    return {
+        "max_tokens": params.max_new_tokens,
+        "min_tokens": 0,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "min_p": params.min_p,
+        "repetition_penalty": params.repetition_penalty,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "seed": derived_seed(params.seed, prompt_id),
+        "n": 1,
+        "stop": [],
+        "ignore_eos": False,
+        "skip_special_tokens": False,  # the text then shows what the ids say
+    }
+
+
+def make_question(prompt: Row, params: GenerateParams) -> Question:
+    """The request for a row of schemas.PROMPTS."""
+    messages = [{"role": message["role"], "content": message["content"]} for message in prompt["messages"]]
+    return Question(prompt["prompt_id"], messages, sampling_fields(params, prompt["prompt_id"]))
+
+
+def unit_key(question: Question, params: GenerateParams, verifier_digest: str, engine: str, max_model_len: int) -> str:
+    """Key of the answer in the work store: everything that determines it."""
+    asked = [question.messages, params.chat_template_kwargs, question.sampling, max_model_len]
+    return digest([SCHEMA_VERSION, "generate", verifier_digest, engine, *asked])
+
+
+def refusal_key(key: str, min_room_tokens: int) -> str:
+    """Key of a lasting refusal in the work store."""
+    return digest([key, "refused", min_room_tokens])
+
+
+def read_answer(body: Any, limits: Limits) -> Answer:
+    """Check the JSON of a chat completion. Raises BadAnswerError for one that must not become a row."""
+    if not isinstance(body, dict) or not isinstance(body.get("choices"), list):
+        raise BadAnswerError("malformed response", "no list of choices")
+    if len(body["choices"]) != 1 or not isinstance(body["choices"][0], dict):
+        raise BadAnswerError("malformed response", f"{len(body['choices'])} choices instead of one")
+    choice = body["choices"][0]
+    usage, message = body.get("usage"), choice.get("message")
+    if not isinstance(usage, dict) or not isinstance(message, dict):
+        raise BadAnswerError("malformed response", "no usage or no message")
+    prompt_ids = _ids(body.get("prompt_token_ids"), "prompt_token_ids", usage.get("prompt_tokens"), limits)
+    output_ids = _ids(choice.get("token_ids"), "token_ids", usage.get("completion_tokens"), limits)
+    if not prompt_ids or not output_ids:
+        raise BadAnswerError("empty answer", "the server returned no ids")
+    finish = choice.get("finish_reason")
+    if finish not in FINISH_REASONS:
+        raise BadAnswerError("unusual finish reason", repr(finish)[:80])
+    if limits.stop_token_ids.issuperset(output_ids):
+        raise BadAnswerError("empty answer", "nothing but a stop token", again=False)
+    stop = choice.get("stop_reason")
+    reasoning = _clean(message.get("reasoning")) or _clean(message.get("reasoning_content"))
+    return Answer(
+        prompt_token_ids=prompt_ids,
+        output_token_ids=output_ids,
+        reasoning=reasoning,
+        content=_clean(message.get("content")),
+        finish_reason=finish,
+        stop_reason=None if stop is None else _clean(str(stop)),
+    )
+
+
+def _ids(value: Any, name: str, counted: Any, limits: Limits) -> list[int]:
+    if not isinstance(value, list):
+        raise BadAnswerError("ids missing", f"{name} is {type(value).__name__}")
+    if len(value) != counted:
+        raise BadAnswerError("ids disagree with usage", f"{len(value)} {name}, usage counts {counted}")
+    for token in value:
+        if type(token) is not int or not 0 <= token < limits.vocab_size:
+            raise BadAnswerError("ids out of range", f"{name} holds {str(token)[:40]}; vocabulary {limits.vocab_size}")
+    return value
+
+
+def _clean(text: Any) -> str | None:
+    """Text as Parquet can hold it: a lone surrogate becomes a question mark. Other types count as absent."""
+    return text.encode("utf-8", "replace").decode() if isinstance(text, str) else None
+
+
+def pack_answer(answer: Answer, sampling: dict[str, Any], latency_s: float, attempts: int) -> bytes:
+    """The unit of the work store: what a row of schemas.RESPONSES holds beyond its prompt and its run."""
+    unit = {
+        "prompt_token_ids": answer.prompt_token_ids,
+        "output_token_ids": answer.output_token_ids,
+        "reasoning": answer.reasoning,
+        "content": answer.content,
+        "finish_reason": answer.finish_reason,
+        "stop_reason": answer.stop_reason,
+        "prompt_tokens": len(answer.prompt_token_ids),
+        "completion_tokens": len(answer.output_token_ids),
+        "latency_s": latency_s,
+        "attempts": attempts,
+        "sampling": canonical_json(sampling),
+    }
+    return canonical_json(unit).encode()
+
+
+def pack_refusal(refusal: Refusal) -> bytes:
+    """The unit of a lasting refusal."""
+    return canonical_json([refusal.reason, refusal.detail]).encode()
+
+
+def unpack_refusal(unit: bytes) -> Refusal:
+    """Back from pack_refusal."""
+    reason, detail = json.loads(unit)
+    return Refusal(reason, detail, lasting=True)
+
+
+def response_row(prompt: Row, unit: bytes, verifier_digest: str, engine: str) -> Row:
+    """A row of schemas.RESPONSES."""
+    kept = {name: prompt[name] for name in ("prompt_id", "source", "category", "split", "messages", "reference")}
+    answered: Row = json.loads(unit)
+    return kept | answered | {"verifier_digest": verifier_digest, "engine": engine}

@@ -1,0 +1,205 @@
+"""A run of generate: which answers are missing, how they are asked for, and the rows of the current prompt list.
+
+Answers live in the work store, one unit per prompt. The out is assembled from the prompts of today and those units.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from eagle3 import schemas
+from eagle3.console import Progress, say, visible
+from eagle3.params import EngineParams, GenerateParams, VerifierParams
+from eagle3.serving.answers import (
+    Answer,
+    Limits,
+    Question,
+    Refusal,
+    make_question,
+    pack_answer,
+    pack_refusal,
+    refusal_key,
+    response_row,
+    unit_key,
+    unpack_refusal,
+)
+from eagle3.serving.client import TOO_LONG, Client, Outcome, Service, run_async
+from eagle3.serving.server import LocalServer
+from eagle3.tables import Account, Row, read_table
+from eagle3.verifier import VerifierIdentity, engine_name, locate_verifier
+from eagle3.workstore import RowStore, work_root
+
+SPLITS = ("train", "validation")
+FAILURES_SHOWN = 5
+
+
+@dataclass
+class Generation:
+    """One run over the prompts in `folder`."""
+
+    folder: Path  # with train.parquet and validation.parquet
+    verifier: VerifierParams
+    engine_params: EngineParams
+    params: GenerateParams
+    identity: VerifierIdentity
+    store: RowStore
+    engine: str = ""  # name and version of what answers
+    failed: dict[str, Refusal] = field(default_factory=dict)  # prompt id -> why this run has no answer
+    counts: Counter[str] = field(default_factory=Counter)
+    latencies: list[float] = field(default_factory=list)
+    seconds: float = 0.0  # spent asking
+    output_tokens: int = 0  # written in that time
+
+    def prompts(self) -> Iterator[Row]:
+        """The prompts to answer, in order."""
+        for split in SPLITS:
+            yield from read_table(self.folder / f"{split}.parquet", schemas.PROMPTS)
+
+    def find_engine(self) -> None:
+        """Learn what will answer: the installed vLLM, or what the endpoints say. Raises ValueError for a mismatch."""
+        if self.params.endpoints:
+            self.engine = run_async(self._ask_engine)
+            return
+        self.engine = engine_name()
+        if self.engine != self.identity.engine:
+            raise ValueError(
+                f"the verifier was identified with {self.identity.engine}, but {self.engine} is installed; "
+                "run: dvc repro verifier"
+            )
+
+    async def _ask_engine(self) -> str:
+        async with Client(self.params.endpoints, self._service()) as client:
+            return await client.preflight()
+
+    def key(self, question: Question) -> str:
+        """Key of a question's answer in the store."""
+        return unit_key(question, self.params, self.identity.digest, self.engine, self.verifier.max_model_len)
+
+    def missing(self) -> Iterator[Question]:
+        """Questions with neither an answer nor a lasting refusal in the store, in order."""
+        for prompt in self.prompts():
+            question = make_question(prompt, self.params)
+            key = self.key(question)
+            if self.store.get(key) is None and self._stored_refusal(key) is None:
+                yield question
+
+    def _stored_refusal(self, key: str) -> Refusal | None:
+        unit = self.store.get(refusal_key(key, self.params.min_room_tokens))
+        return None if unit is None else unpack_refusal(unit)
+
+    def ask_missing(self) -> None:
+        """Fill the store. Starts a server of our own when there are no endpoints; nothing is started for nothing."""
+        total = sum(1 for _ in self.prompts())
+        missing = sum(1 for _ in self.missing())
+        self.counts["reused"] = total - missing
+        if not missing:
+            say(f"generate: nothing to ask, all {total:,} prompts are settled in the work store")
+            return
+        with self._endpoints() as (urls, alive):
+            began = time.monotonic()
+            try:
+                run_async(lambda: self._ask(urls, alive, total, missing))
+            finally:
+                self.store.flush()
+                self.seconds = time.monotonic() - began
+
+    @contextmanager
+    def _endpoints(self) -> Iterator[tuple[list[str], Callable[[], ValueError | None]]]:
+        with ExitStack() as stack:
+            if self.params.endpoints:
+                yield self.params.endpoints, lambda: None
+            else:
+                folder = locate_verifier(self.verifier)
+                server = LocalServer(self.verifier, self.engine_params, folder, self._log())
+                stack.enter_context(server)
+                yield [server.url], server.failure
+
+    def _log(self) -> Path:
+        return work_root() / "logs" / "generate.log"
+
+    def _service(self) -> Service:
+        params, identity = self.params, self.identity
+        return Service(
+            model_names=tuple(dict.fromkeys([self.verifier.model, identity.name])),
+            params=params,
+            limits=Limits(
+                vocab_size=identity.vocab_size,
+                max_tokens=self.verifier.max_model_len - 1,
+                min_room_tokens=params.min_room_tokens,
+                stop_token_ids=frozenset(identity.stop_token_ids),
+            ),
+            think_end_ids=identity.think_end_ids,
+            log_hint="see the servers' logs" if params.endpoints else f"log: {self._log()}",
+        )
+
+    async def _ask(self, urls: list[str], alive: Callable[[], ValueError | None], total: int, missing: int) -> None:
+        async with Client(urls, self._service()) as client:
+            await client.preflight()
+            began = time.monotonic()
+            with Progress("generate", total, "prompts", done=total - missing) as progress:
+
+                def keep(outcome: Outcome) -> None:
+                    self._keep(outcome)
+                    rate = client.tally.output_tokens / max(time.monotonic() - began, 1e-9)
+                    progress.advance(1, f"{rate:,.0f} tokens/s")
+
+                try:
+                    await client.answer_all(self.missing(), keep, alive, missing)
+                finally:
+                    self.counts["requests_sent"] = client.tally.requests_sent
+                    self.output_tokens = client.tally.output_tokens
+
+    def _keep(self, outcome: Outcome) -> None:
+        question, result = outcome.question, outcome.result
+        key = self.key(question)
+        if isinstance(result, Answer):
+            self.store.put(key, pack_answer(result, outcome.sampling, outcome.latency_s, outcome.attempts))
+            return
+        self.failed[question.prompt_id] = result
+        if result.reason == TOO_LONG:
+            self.store.put(refusal_key(key, self.params.min_room_tokens), pack_refusal(result))
+        if len(self.failed) <= FAILURES_SHOWN:
+            say(f"generate: no answer for {visible(question.prompt_id)}: {result.reason}: {visible(result.detail)}")
+
+    def rows(self, account: Account) -> Iterator[Row]:
+        """Rows of schemas.RESPONSES for the prompts of today; the others go to the account."""
+        for prompt in self.prompts():
+            account.rows_in += 1
+            key = self.key(make_question(prompt, self.params))
+            unit = self.store.get(key)
+            if unit is None:
+                gone = Refusal("no answer", "its unit in the work store is damaged; run again")
+                refusal = self.failed.get(prompt["prompt_id"]) or self._stored_refusal(key) or gone
+                account.reject(prompt["prompt_id"], refusal.reason, refusal.detail)
+                continue
+            row = response_row(prompt, unit, self.identity.digest, self.engine)
+            account.rows_out += 1
+            self._measure(row)
+            yield row
+
+    def _measure(self, row: Row) -> None:
+        thinks = bool(row["reasoning"]) or not set(self.identity.think_end_ids).isdisjoint(row["output_token_ids"])
+        self.latencies.append(row["latency_s"])
+        self.counts.update(
+            {
+                f"finish_{row['finish_reason']}": 1,
+                "prompt_tokens": row["prompt_tokens"],
+                "completion_tokens": row["completion_tokens"],
+                "with_reasoning": int(thinks),
+                "retried": int(row["attempts"] > 1),
+            }
+        )
+
+    def metrics(self) -> dict[str, Any]:
+        """Sums over the rows, and what this run had to do for them."""
+        names = ["finish_stop", "finish_length", "prompt_tokens", "completion_tokens", "with_reasoning", "retried"]
+        found: dict[str, Any] = {name: self.counts[name] for name in [*names, "requests_sent", "reused"]}
+        ordered = sorted(self.latencies)
+        found["tokens_per_second"] = round(self.output_tokens / self.seconds, 2) if self.seconds else 0.0
+        for percent in (50, 90, 99):
+            found[f"latency_s_p{percent}"] = round(ordered[(len(ordered) - 1) * percent // 100], 3) if ordered else 0.0
+        return found

@@ -1,0 +1,168 @@
+"""A vLLM server of our own on loopback: started, waited for, watched, and ended together with its engine."""
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from eagle3.console import say
+from eagle3.params import EngineParams, VerifierParams
+from eagle3.serving.engine import engine_arguments, engine_environment
+from eagle3.serving.process import PROJECT, last_words
+
+HOST = "127.0.0.1"
+GRACE_S = 15
+NEWS_EVERY_S = 15
+POLL_S = 0.5
+KEYS = ("VLLM_API_KEY", "EAGLE3_API_KEY")  # variables that the server must not see: ours asks for no key
+
+
+class LocalServer:
+    """`with LocalServer(verifier, engine, folder, log_path) as server:` an OpenAI-compatible server at `server.url`.
+
+    folder: the verifier's Hugging Face directory. All output of the server goes to `log_path`.
+    Entering raises ValueError, naming the log and its last words, when the server ends or is not up in time. Leaving
+    ends the server, its engine and everything else in its process group.
+    """
+
+    def __init__(self, verifier: VerifierParams, engine: EngineParams, folder: Path, log_path: Path):
+        self.log_path = log_path
+        self._start_timeout_s = engine.start_timeout_s
+        self._port = _free_port()
+        self._command = server_command(verifier, engine, folder, self._port)
+        self._environment = engine_environment(engine)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """Base of the API, ending in /v1."""
+        return f"http://{HOST}:{self._port}/v1"
+
+    @property
+    def pid(self) -> int:
+        """Process id of the server, which is its process group too."""
+        assert self._process is not None
+        return self._process.pid
+
+    def __enter__(self) -> "LocalServer":
+        inherited = {
+            name: value for name, value in os.environ.items() if name not in ("VLLM_API_KEY", "EAGLE3_API_KEY")
+        }
+        paths = [str(PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with self.log_path.open("wb") as log:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "eagle3.serving.guard", str(os.getpid()), *self._command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=inherited | {"PYTHONPATH": os.pathsep.join(paths)} | self._environment,
+                    start_new_session=True,  # Ctrl-C reaches only us; we end the whole group
+                )
+            self._wait()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def failure(self) -> ValueError | None:
+        """The error to raise if the server has ended, else None."""
+        assert self._process is not None
+        code = self._process.poll()
+        return None if code is None else self._error(f"ended with exit code {code}")
+
+    def stop(self) -> None:
+        """Terminate the process group, and kill what is left of it after a grace time."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        _signal_group(process.pid, signal.SIGTERM)
+        try:
+            process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            _signal_group(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def _wait(self) -> None:
+        began = told = time.monotonic()
+        say(f"starting vLLM for the verifier (usually 20 to 90 s on a CPU); log: {self.log_path}")
+        while not self._healthy():
+            error = self.failure()
+            if error is not None:
+                raise error
+            now = time.monotonic()
+            if now - began > self._start_timeout_s:
+                raise self._error(f"was not up after engine.start_timeout_s = {self._start_timeout_s} s")
+            if now - told >= NEWS_EVERY_S:
+                told = now
+                say(f"vLLM is starting, {now - began:.0f} s")
+            time.sleep(POLL_S)
+        say(f"vLLM is up after {time.monotonic() - began:.0f} s")
+
+    def _healthy(self) -> bool:
+        connection = http.client.HTTPConnection(HOST, self._port, timeout=5)
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    def _error(self, what: str) -> ValueError:
+        said = last_words(self.log_path)
+        return ValueError(f"the vLLM server {what}; log: {self.log_path}" + (f"; it says: {said}" if said else ""))
+
+
+def server_command(verifier: VerifierParams, engine: EngineParams, folder: Path, port: int) -> list[str]:
+    """Command line of the server. The served name is verifier.model."""
+    arguments: dict[str, Any] = engine_arguments(verifier, engine, folder) | {
+        "host": HOST,
+        "port": port,
+        "served_model_name": verifier.model,
+        "chat_template": verifier.chat_template,
+        "disable_uvicorn_access_log": True,
+    }
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    for name, value in arguments.items():
+        command += _option(name.replace("_", "-"), value)
+    return command
+
+
+def _option(name: str, value: Any) -> list[str]:
+    """One setting as vLLM's command line takes it: flags with a --no- form, JSON for maps, several words for lists."""
+    match value:
+        case None:
+            return []
+        case bool():
+            return [f"--{name}" if value else f"--no-{name}"]
+        case dict():
+            return [f"--{name}", json.dumps(value)]
+        case list():
+            return [f"--{name}", *map(str, value)]
+        case _:
+            return [f"--{name}", str(value)]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+def _signal_group(group: int, number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(group, number)

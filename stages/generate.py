@@ -1,0 +1,32 @@
+"""Stage: the verifier answers every prompt. Run: python -m stages.generate PROMPTS VERIFIER RESPONSES METRICS PARAMS"""
+
+from pathlib import Path
+
+from eagle3.console import run_stage
+from eagle3.params import load_params
+from eagle3.schemas import RESPONSES
+from eagle3.serving.generation import Generation
+from eagle3.tables import Account, write_metrics, write_parts
+from eagle3.verifier import read_identity
+from eagle3.workstore import RowStore, work_folder
+
+
+def generate(prompts: Path, verifier: Path, responses: Path, metrics: Path, params_path: Path) -> None:
+    """`prompts`/{train,validation}.parquet, identity `verifier` -> `responses` (parts), counts in `metrics`.
+
+    Finished answers survive any end of this stage in the work store; running it again asks for the missing ones only.
+    Raises ValueError when the server fails or stalls, or more rows than generate.max_rejected_share have no answer.
+    """
+    params = load_params(params_path)
+    account = Account("generate", params.generate.max_rejected_share)
+    with work_folder("generate") as folder, RowStore(folder / "responses.sqlite") as store:
+        identity = read_identity(verifier)
+        run = Generation(prompts, params.verifier, params.engine, params.generate, identity, store)
+        run.find_engine()
+        run.ask_missing()
+        write_parts(responses, run.rows(account), RESPONSES, "prompt_id", account)
+    write_metrics(metrics, account.settle() | run.metrics())
+
+
+if __name__ == "__main__":
+    run_stage(generate)

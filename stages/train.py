@@ -1,0 +1,58 @@
+"""Train an EAGLE-3 draft on recorded hidden states and export it as vLLM loads it.
+
+python -m stages.train data/hidden_states data/verifier.json data/draft data/metrics/train.json data/plots/train \
+    params.yaml
+"""
+
+import json
+from pathlib import Path
+
+from eagle3.console import run_stage, say
+from eagle3.draft.checkpoint import CheckpointStore
+from eagle3.draft.data import count_generated, read_corpus
+from eagle3.draft.export import export_draft
+from eagle3.draft.model import choose_sizes
+from eagle3.draft.training import Trainer, choose_device, run_key, run_metrics
+from eagle3.draft.vocab import choose_vocabulary
+from eagle3.params import load_params
+from eagle3.tables import write_metrics
+from eagle3.verifier import identify_verifier, load_head, locate_verifier, read_identity
+from eagle3.workstore import work_folder
+
+
+def train(hidden_states: Path, verifier_path: Path, draft: Path, metrics: Path, plots: Path, params_path: Path) -> None:
+    """Train, keep the best draft by validation, export it."""
+    params = load_params(params_path)
+    settings, verifier = params.train, read_identity(verifier_path)
+    present = identify_verifier(params.verifier)
+    if present.digest != verifier.digest:
+        raise ValueError(
+            f"verifier.model {params.verifier.model} has digest {present.digest[:12]}, {verifier_path} says "
+            f"{verifier.digest[:12]}: the model changed since; run `dvc repro`"
+        )
+    folder = locate_verifier(params.verifier)
+    corpus = read_corpus(hidden_states, verifier)
+    counts = count_generated(corpus, verifier.vocab_size)
+    vocabulary = choose_vocabulary(
+        counts, verifier.stop_token_ids, settings.draft_vocab_size, settings.draft_vocab_coverage
+    )
+    config = json.loads((folder / "config.json").read_text())
+    sizes = choose_sizes(
+        config, len(verifier.aux_layer_ids), len(vocabulary), verifier.max_position_embeddings, settings
+    )
+    say(
+        f"train: {len(corpus.train):,} train and {len(corpus.validation):,} validation samples; {len(vocabulary):,} "
+        f"draft tokens cover {vocabulary.coverage:.2%} of what was generated; verifier {verifier.digest[:12]}"
+    )
+    if not corpus.validation:
+        say("train: the validation split is empty: the last weights are exported and no agreement is measured")
+    key = run_key(corpus, verifier, settings, choose_device())
+    with work_folder("train") as work:
+        trainer = Trainer(corpus, sizes, vocabulary, load_head(folder), settings, CheckpointStore(work / key))
+        trainer.train(plots)
+    export_draft(draft, trainer.draft, vocabulary, verifier, settings.export_dtype)
+    write_metrics(metrics, run_metrics(trainer, vocabulary))
+
+
+if __name__ == "__main__":
+    run_stage(train)

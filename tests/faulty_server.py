@@ -1,0 +1,170 @@
+"""A fake OpenAI-compatible vLLM server on loopback that misbehaves on request. No model: ids follow from the text."""
+
+import asyncio
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+MODEL = "fake/verifier"
+VOCAB = 1000
+TEMPLATE_TOKENS = 5
+
+
+@dataclass
+class Fault:
+    """What to do with one try; the default is a good answer."""
+
+    status: int = 200
+    delay_s: float = 0.0
+    reset: bool = False  # close the connection without a word
+    hang: bool = False  # never answer
+    message: str = "as told by the test"
+    change: Callable[[dict[str, Any]], Any] | None = None  # edits the good body, or returns another
+
+
+def prompt_ids(messages: list[dict[str, str]]) -> list[int]:
+    """One id per character of the messages, and some for a template."""
+    text = "".join(message["content"] for message in messages)
+    return [1] * TEMPLATE_TOKENS + [10 + ord(c) % 900 for c in text]
+
+
+def output_ids(messages: list[dict[str, str]], most: int) -> tuple[list[int], str]:
+    """A deterministic answer of 3 to 12 ids that ends with the stop id 2, unless `most` cuts it."""
+    ids = prompt_ids(messages)
+    whole = [20 + (sum(ids) + i * 7) % 900 for i in range(3 + sum(ids) % 9)] + [2]
+    return (whole, "stop") if len(whole) <= most else (whole[:most], "length")
+
+
+@dataclass
+class FaultyServer:
+    """`with FaultyServer(plan) as server:` plan(text of the last message, its try from 1) -> Fault."""
+
+    plan: Callable[[str, int], Fault] = lambda _text, _attempt: Fault()
+    max_model_len: int = 512
+    has_tokenize: bool = True
+    model: str = MODEL
+    version: str = "9.9.9"
+    extraction: bool = False
+    with_ids: bool = True
+    caps_silently: bool = False  # answers with less than max_tokens where the context ends, instead of HTTP 400
+    asked: Counter[str] = field(default_factory=Counter)
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    answered: int = 0
+    cancelled: int = 0
+    in_flight: int = 0
+    most_in_flight: int = 0
+
+    def __enter__(self) -> "FaultyServer":
+        self._loop = asyncio.new_event_loop()
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+        assert self._ready.wait(10)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(10)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    def _serve(self) -> None:
+        self._loop.run_until_complete(self._main())
+        self._loop.close()
+
+    async def _main(self) -> None:
+        self._stop = asyncio.Event()
+        app = web.Application()
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/version", self._version)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        if self.has_tokenize:
+            app.router.add_post("/tokenize", self._tokenize)
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0, backlog=512)
+        await site.start()
+        self.port: int = runner.addresses[0][1]
+        self._ready.set()
+        await self._stop.wait()
+        await runner.cleanup()
+
+    async def _models(self, _: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": self.model, "max_model_len": self.max_model_len}]})
+
+    async def _version(self, _: web.Request) -> web.Response:
+        return web.json_response({"version": self.version})
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        messages = (await request.json())["messages"]
+        return web.json_response({"count": len(prompt_ids(messages)), "max_model_len": self.max_model_len})
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        try:
+            return await self._answer(request)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.in_flight -= 1
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        text = body["messages"][-1]["content"]
+        if text == "Hi":
+            return web.json_response(self._good(body))
+        self.asked[text] += 1
+        self.bodies.append(body)
+        self.headers.append(dict(request.headers))
+        fault = self.plan(text, self.asked[text])
+        await asyncio.sleep(3600 if fault.hang else fault.delay_s)
+        if fault.reset:
+            assert request.transport is not None
+            request.transport.abort()
+            return web.Response()
+        if fault.status != 200:
+            return web.json_response({"error": {"message": fault.message}}, status=fault.status)
+        needed = len(prompt_ids(body["messages"])) + (1 if self.caps_silently else body["max_tokens"])
+        if needed > self.max_model_len:
+            message = (
+                f"This model's maximum context length is {self.max_model_len} tokens. However, you requested {needed}"
+            )
+            return web.json_response({"error": {"message": message}}, status=400)
+        good = self._good(body)
+        reply = good if fault.change is None else fault.change(good) or good
+        self.answered += 1
+        return web.Response(
+            text=reply if isinstance(reply, str) else json.dumps(reply), content_type="application/json"
+        )
+
+    def _good(self, body: dict[str, Any]) -> dict[str, Any]:
+        prompt = prompt_ids(body["messages"])
+        output, finish = output_ids(body["messages"], min(body["max_tokens"], self.max_model_len - len(prompt)))
+        reply: dict[str, Any] = {
+            "choices": [
+                {
+                    "index": 0,
+                    "message": {"role": "assistant", "content": "text", "reasoning": None},
+                    "finish_reason": finish,
+                    "stop_reason": None,
+                    "token_ids": output,
+                }
+            ],
+            "usage": {"prompt_tokens": len(prompt), "completion_tokens": len(output)},
+            "prompt_token_ids": prompt,
+        }
+        if self.extraction:
+            reply["kv_transfer_params"] = {"hidden_states_path": "/somewhere"}
+        if not self.with_ids:
+            del reply["prompt_token_ids"], reply["choices"][0]["token_ids"]
+        return reply

@@ -1,0 +1,566 @@
+"""The client against a server that misbehaves: every question ends in exactly one outcome."""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eagle3 import schemas
+from eagle3.digests import canonical_json, derived_seed, digest
+from eagle3.params import GenerateParams, load_params
+from eagle3.prompts import write_splits
+from eagle3.serving import client as client_module
+from eagle3.serving.answers import Answer, Limits, Question, Refusal, sampling_fields
+from eagle3.serving.client import Client, Outcome, Service, endpoint_url, is_loopback, request_timeout_s, run_async
+from eagle3.tables import Row, read_parts, read_table
+from eagle3.verifier import VerifierIdentity
+from tests.faulty_server import MODEL, TEMPLATE_TOKENS, VOCAB, Fault, FaultyServer, output_ids, prompt_ids
+
+ROOT = Path(__file__).parent.parent
+PARAMS = load_params(ROOT / "params.yaml").generate.model_copy(
+    update={"max_new_tokens": 32, "concurrency": 16, "stall_timeout_s": 20.0, "retries": 3}
+)
+MAX_TOKENS = 511
+
+
+def service(**changes: Any) -> Service:
+    params: GenerateParams = PARAMS.model_copy(update=changes)
+    limits = Limits(VOCAB, MAX_TOKENS, params.min_room_tokens, frozenset({2}))
+    return Service((MODEL,), params, limits, think_end_ids=(7,), log_hint="see the log")
+
+
+def questions(texts: list[str], **changes: Any) -> list[Question]:
+    params: GenerateParams = PARAMS.model_copy(update=changes)
+    return [Question(text, [{"role": "user", "content": text}], sampling_fields(params, text)) for text in texts]
+
+
+def ask(
+    urls: list[str],
+    texts: list[str],
+    alive: Callable[[], ValueError | None] = lambda: None,
+    kept: list[Outcome] | None = None,
+    **changes: Any,
+) -> dict[str, Outcome]:
+    """All outcomes by text; asserts that each question has exactly one."""
+    found: list[Outcome] = [] if kept is None else kept
+
+    async def main() -> None:
+        async with Client(urls, service(**changes), backoff_s=0.01) as client:
+            await client.preflight()
+            await client.answer_all(iter(questions(texts, **changes)), found.append, alive, len(texts))
+
+    run_async(main)
+    by_text = {outcome.question.prompt_id: outcome for outcome in found}
+    assert len(by_text) == len(found) == len(texts)
+    return by_text
+
+
+def good(outcome: Outcome) -> bool:
+    """Whether the outcome is the answer that a server without faults gives."""
+    messages, answer = outcome.question.messages, outcome.result
+    return (
+        isinstance(answer, Answer)
+        and answer.prompt_token_ids == prompt_ids(messages)
+        and (answer.output_token_ids, answer.finish_reason) == output_ids(messages, outcome.sampling["max_tokens"])
+    )
+
+
+def refusal(outcome: Outcome) -> str:
+    assert isinstance(outcome.result, Refusal), outcome.result
+    return outcome.result.reason
+
+
+def message(**fields: Any) -> Callable[[dict[str, Any]], None]:
+    def change(body: dict[str, Any]) -> None:
+        body["choices"][0]["message"] = {"role": "assistant", **fields}
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("fields", "reasoning"),
+    [
+        ({"reasoning": "new", "content": "c"}, "new"),
+        ({"reasoning_content": "old", "content": "c"}, "old"),
+        ({"reasoning": "new", "reasoning_content": "old", "content": "c"}, "new"),
+        ({"reasoning": None, "reasoning_content": "old", "content": None}, "old"),
+        ({"reasoning": "", "content": "c"}, None),
+        ({"content": "c"}, None),
+        ({"reasoning": 5, "content": "half \ud83d"}, None),
+    ],
+)
+def test_g01_both_reasoning_fields_are_read(fields: dict[str, Any], reasoning: str | None) -> None:
+    with FaultyServer(lambda _t, _n: Fault(change=message(**fields))) as server:
+        answer = ask([server.url], ["q"])["q"].result
+    assert isinstance(answer, Answer)
+    assert answer.reasoning == reasoning
+    assert (answer.content or "").encode()
+
+
+def test_g01_a_run_that_wants_thinking_stops_when_there_is_none() -> None:
+    kept: list[Outcome] = []
+    texts = [f"q{i}" for i in range(60)]
+    with FaultyServer() as server, pytest.raises(ValueError, match="asks for thinking, but none of the first 20"):
+        ask([server.url], texts, kept=kept, chat_template_kwargs={"enable_thinking": True})
+    assert len(kept) >= 19
+    assert server.bodies[0]["chat_template_kwargs"] == {"enable_thinking": True}
+
+
+def shorter(body: dict[str, Any]) -> None:
+    body["choices"][0]["token_ids"].pop()
+
+
+def longer(body: dict[str, Any]) -> None:
+    body["choices"][0]["token_ids"].append(5)
+
+
+def empty_ids(body: dict[str, Any]) -> None:
+    body["choices"][0]["token_ids"] = []
+
+
+def null_id(body: dict[str, Any]) -> None:
+    body["choices"][0]["token_ids"][0] = None
+
+
+def no_ids(body: dict[str, Any]) -> None:
+    body["choices"][0]["token_ids"] = None
+
+
+def short_prompt(body: dict[str, Any]) -> None:
+    body["prompt_token_ids"].pop()
+
+
+def outside(body: dict[str, Any]) -> None:
+    body["choices"][0]["token_ids"][0] = VOCAB
+
+
+def empty_answer(body: dict[str, Any]) -> None:
+    body["choices"][0].update(token_ids=[], message={"content": ""})
+    body["usage"]["completion_tokens"] = 0
+
+
+def two_choices(body: dict[str, Any]) -> None:
+    body["choices"] *= 2
+
+
+def aborted(body: dict[str, Any]) -> None:
+    body["choices"][0]["finish_reason"] = "abort"
+
+
+BAD_BODIES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "shorter": shorter,
+    "longer": longer,
+    "empty": empty_ids,
+    "null": null_id,
+    "missing": no_ids,
+    "prompt": short_prompt,
+    "outside": outside,
+    "nothing": empty_answer,
+    "choices": two_choices,
+    "aborted": aborted,
+    "list": lambda _body: [1],
+    "garbage": lambda _body: '{"choices": [',
+    "no usage": lambda body: {**body, "usage": None},
+}
+
+
+def test_g05_wrong_ids_are_asked_again_then_rejected_and_never_kept() -> None:
+    texts = [f"{kind}/{mode}" for kind in BAD_BODIES for mode in ("once", "always")] + ["good"]
+
+    def plan(text: str, attempt: int) -> Fault:
+        kind, _, mode = text.partition("/")
+        return Fault(change=BAD_BODIES[kind]) if mode == "always" or (mode == "once" and attempt == 1) else Fault()
+
+    with FaultyServer(plan) as server:
+        outcomes = ask([server.url], texts)
+    assert good(outcomes["good"])
+    assert outcomes["good"].attempts == 1
+    for kind in BAD_BODIES:
+        assert good(outcomes[f"{kind}/once"])
+        assert outcomes[f"{kind}/once"].attempts == 2
+        assert outcomes[f"{kind}/always"].attempts == PARAMS.retries + 1
+        assert server.asked[f"{kind}/always"] == PARAMS.retries + 1
+    assert refusal(outcomes["shorter/always"]) == "ids disagree with usage"
+    assert refusal(outcomes["null/always"]) == "ids out of range"
+    assert refusal(outcomes["nothing/always"]) == "empty answer"
+
+
+def test_an_answer_of_nothing_but_a_stop_token_is_rejected_without_another_try() -> None:
+    def only_stop(body: dict[str, Any]) -> None:
+        body["choices"][0]["token_ids"] = [2]
+        body["usage"]["completion_tokens"] = 1
+
+    with FaultyServer(lambda _t, _n: Fault(change=only_stop)) as server:
+        outcome = ask([server.url], ["q"])["q"]
+    assert (refusal(outcome), server.asked["q"]) == ("empty answer", 1)
+
+
+def test_g09_timeouts_allow_for_the_whole_queue() -> None:
+    assert request_timeout_s(8192, 200) > 8192 * 200 / 100  # a slow server: 100 tokens per s for all together
+    with FaultyServer(lambda _t, _n: Fault(delay_s=1.0)) as server:
+        outcomes = ask([server.url], [f"q{i}" for i in range(200)], concurrency=200)
+    assert all(map(good, outcomes.values()))
+    assert server.most_in_flight == 200
+
+
+def test_g09_a_request_that_times_out_is_cancelled_at_the_server_and_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client_module, "request_timeout_s", lambda *_: 0.5)
+    with FaultyServer(lambda text, n: Fault(hang=text == "slow" and n == 1)) as server:
+        outcomes = ask([server.url], ["slow", "q1", "q2"])
+        assert server.cancelled == 1
+    assert all(map(good, outcomes.values()))
+    assert outcomes["slow"].attempts == 2
+
+
+def test_g10_many_at_once_with_every_kind_of_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    dice = random.Random(1)
+    troubles = [Fault(reset=True), Fault(status=429), Fault(status=503), Fault(status=500), Fault(delay_s=0.2)]
+    fate = {f"q{i}": dice.choice(troubles) if dice.random() < 0.1 else None for i in range(1000)}
+    with FaultyServer(lambda text, n: (fate[text] if n == 1 else None) or Fault(delay_s=0.02)) as server:
+        outcomes = ask([server.url], list(fate), concurrency=200)
+    assert all(map(good, outcomes.values()))
+    assert 100 < server.most_in_flight <= 200
+    tries = {text: outcome.attempts for text, outcome in outcomes.items()}
+    assert tries == dict(server.asked)
+    assert set(tries.values()) == {1, 2}
+
+
+def test_g10_trouble_without_end_is_a_refusal_of_that_row_alone() -> None:
+    faults = {"reset": Fault(reset=True), "busy": Fault(status=503, message="\x1b[31mbusy"), "bad": Fault(status=400)}
+    with FaultyServer(lambda text, _n: faults.get(text, Fault())) as server:
+        outcomes = ask([server.url], [*faults, "q1", "q2"])
+    assert refusal(outcomes["reset"]) == "connection failed"
+    assert refusal(outcomes["busy"]) == "HTTP 503"
+    assert refusal(outcomes["bad"]) == "HTTP 400"
+    assert server.asked == Counter({"reset": 4, "busy": 4, "bad": 1, "q1": 1, "q2": 1})
+    assert isinstance(outcomes["busy"].result, Refusal)
+    assert "\\x1b[31mbusy" in outcomes["busy"].result.detail
+    assert good(outcomes["q1"])
+
+
+def test_a_run_in_which_everything_fails_ends_early() -> None:
+    texts = [f"q{i}" for i in range(500)]
+    with (
+        FaultyServer(lambda _t, _n: Fault(status=400, message="bad switch")) as server,
+        pytest.raises(ValueError, match=r"the last 33 requests all failed.*HTTP 400.*bad switch"),
+    ):
+        ask([server.url], texts)
+    assert len(server.asked) < 60
+
+
+def test_g12_no_answer_at_all_ends_the_run_with_advice_and_keeps_the_rest() -> None:
+    kept: list[Outcome] = []
+    texts = ["never", *[f"q{i}" for i in range(30)]]
+    began = time.monotonic()
+    with FaultyServer(lambda text, _n: Fault(hang=text == "never")) as server:
+        with pytest.raises(
+            ValueError, match=r"no answer for generate\.stall_timeout_s = 1 s with 1 requests.*30 of 31"
+        ):
+            ask([server.url], texts, kept=kept, stall_timeout_s=1.0)
+        assert time.monotonic() - began < 10
+        assert server.cancelled == 1
+    assert len(kept) == 30
+
+
+def test_a_dead_server_of_our_own_ends_the_run_at_once() -> None:
+    began = time.monotonic()
+
+    def alive() -> ValueError | None:
+        return ValueError("the server ended; log: here") if time.monotonic() - began > 1 else None
+
+    with FaultyServer(lambda _t, _n: Fault(hang=True)) as server, pytest.raises(ValueError, match="log: here"):
+        ask([server.url], ["a", "b"], alive)
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("has_tokenize", [True, False])
+@pytest.mark.parametrize("caps_silently", [True, False])
+@pytest.mark.parametrize("wanted", [40, 8192])
+def test_g14_the_answer_budget_shrinks_to_the_room_left(has_tokenize: bool, caps_silently: bool, wanted: int) -> None:
+    rooms = [0, 1, 15, 16, 17, 39, 40, 41, 300, -1, -2, -100]
+    texts = {f"{room:+d}|".ljust(MAX_TOKENS - TEMPLATE_TOKENS - room, "x"): room for room in rooms}
+    with FaultyServer(max_model_len=MAX_TOKENS + 1, has_tokenize=has_tokenize, caps_silently=caps_silently) as server:
+        outcomes = ask([server.url], list(texts), max_new_tokens=wanted)
+    for text, room in texts.items():
+        outcome = outcomes[text]
+        if room < PARAMS.min_room_tokens:
+            assert refusal(outcome) == "prompt too long", room
+        else:
+            assert good(outcome), room
+            assert isinstance(outcome.result, Answer)
+            assert outcome.result.length <= MAX_TOKENS
+            assert outcome.sampling["max_tokens"] <= max(room, 1)
+
+
+def test_g13_every_sampling_field_is_sent_and_the_seed_depends_on_the_prompt_alone() -> None:
+    with FaultyServer() as server:
+        ask([server.url], ["b", "a"])
+        body = next(body for body in server.bodies if body["messages"][0]["content"] == "a")
+    for name in (
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+    ):
+        assert body[name] == PARAMS.model_dump()[name]
+    assert body["seed"] == derived_seed(PARAMS.seed, "a")
+    assert (body["n"], body["stream"], body["return_token_ids"], body["max_tokens"]) == (1, False, True, 32)
+
+
+@pytest.mark.parametrize(
+    ("server", "told"),
+    [
+        (FaultyServer(model="other"), "serves other, not verifier.model = fake/verifier"),
+        (FaultyServer(max_model_len=256), "max_model_len is 256, verifier.max_model_len is 512"),
+        (FaultyServer(extraction=True), "extraction mode"),
+        (FaultyServer(with_ids=False), "returns no token ids"),
+    ],
+)
+def test_preflight_refuses_an_endpoint_that_cannot_do(server: FaultyServer, told: str) -> None:
+    with server, pytest.raises(ValueError, match=told):
+        ask([server.url], ["q"])
+    assert not server.asked
+
+
+def test_preflight_names_an_endpoint_that_is_down_or_another_version() -> None:
+    with pytest.raises(ValueError, match=r"http://127\.0\.0\.1:9/v1/models does not answer"):
+        ask(["http://127.0.0.1:9"], ["q"], retries=1)
+    with FaultyServer(version="1") as one, FaultyServer(version="2") as two, pytest.raises(ValueError, match="vllm 2"):
+        ask([one.url, two.url], ["q"])
+
+
+def test_two_endpoints_share_the_work_and_one_that_dies_is_spared() -> None:
+    texts = [f"q{i}" for i in range(200)]
+    with (
+        FaultyServer(lambda _t, _n: Fault(delay_s=0.02)) as one,
+        FaultyServer(lambda _t, _n: Fault(delay_s=0.02)) as two,
+    ):
+        ask([one.url, two.url], texts)
+        assert abs(one.answered - two.answered) < 40
+    dead = FaultyServer(lambda _t, _n: Fault(reset=True))
+    with FaultyServer(lambda _t, _n: Fault(delay_s=0.02)) as one, dead as two:
+        outcomes = ask([one.url, two.url], texts)
+    assert all(map(good, outcomes.values()))
+    assert sum(dead.asked.values()) < 60
+
+
+def test_the_key_is_sent_and_never_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EAGLE3_API_KEY", "sk-secret")
+    with FaultyServer() as server:
+        ask([server.url], ["q"])
+    assert server.headers[0]["Authorization"] == "Bearer sk-secret"
+    plan = Fault(status=401, message="wrong key sk-secret")
+    with FaultyServer(lambda _t, _n: plan) as server, pytest.raises(ValueError, match="EAGLE3_API_KEY") as error:
+        ask([server.url], ["q"])
+    assert "sk-secret" not in str(error.value)
+
+
+def test_addresses() -> None:
+    for text in ("http://h:8000", "http://h:8000/", "http://h:8000/v1", "http://h:8000/v1/"):
+        assert endpoint_url(text) == "http://h:8000/v1"
+    for bad in ("h:8000", "ftp://h", "http://", "http://h/v1?key=1"):
+        with pytest.raises(ValueError, match="not an address"):
+            endpoint_url(bad)
+    with pytest.raises(ValueError, match="EAGLE3_API_KEY"):
+        endpoint_url("http://user:key@h/v1")
+    assert is_loopback("http://127.0.0.1:1/v1")
+    assert is_loopback("http://[::1]:1/v1")
+    assert is_loopback("http://localhost/v1")
+    assert not is_loopback("http://10.0.0.1/v1")
+
+
+def test_g11_one_slow_row_among_many_holds_nothing_up_and_memory_stays() -> None:
+    texts = [f"q{i}" for i in range(4000)]
+    order: list[str] = []
+
+    async def main() -> None:
+        def stream() -> Iterator[Question]:
+            for text in texts:
+                yield questions([text])[0]
+
+        async with Client([server.url], service(), backoff_s=0.01) as client:
+            await client.preflight()
+            await client.answer_all(
+                stream(), lambda outcome: order.append(outcome.question.prompt_id), lambda: None, len(texts)
+            )
+
+    with FaultyServer(lambda text, _n: Fault(delay_s=3.0 if text == "q0" else 0.0)) as server:
+        server.bodies = server.headers = Forgetful()  # type: ignore[assignment]
+        tracemalloc.start()
+        run_async(main)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert sorted(order) == sorted(texts)
+    assert order.index("q0") > 100
+    assert peak < 16 << 20
+
+
+class Forgetful(list[Any]):
+    def append(self, _item: Any) -> None:
+        pass
+
+
+def test_sigterm_becomes_an_interruption_and_the_handler_is_put_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
+    async def main() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(5)
+
+    with pytest.raises(BaseException, match="") as caught:
+        run_async(main)
+    assert type(caught.value).__name__ == "Interrupted"
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+# -- the stage as a process
+
+
+class Stage:
+    """The stage generate with endpoints, as a process of its own, over prompts in tmp_path."""
+
+    def __init__(self, folder: Path, url: str, texts: list[str], **changes: Any):
+        self.folder, self.texts = folder, texts
+        params = (ROOT / "params.yaml").read_text()
+        for name, value in {"endpoints": [url], "max_new_tokens": 32, "retries": 2, **changes}.items():
+            lines = params.splitlines()
+            at = next(
+                i for i, line in enumerate(lines) if line.startswith(f"  {name}:") and i > lines.index("generate:")
+            )
+            lines[at] = f"  {name}: {json.dumps(value)}"
+            params = "\n".join(lines) + "\n"
+        (folder / "params.yaml").write_text(
+            params.replace("bundled:smollm2-135m-instruct", MODEL).replace("max_model_len: 1024", "max_model_len: 512")
+        )
+        write_splits(folder / "prompts", map(self._row, range(len(texts))))
+        identity = VerifierIdentity(
+            MODEL, "d" * 64, "L", 8, 8, VOCAB, 512, 1e-6, (2, 4, 5), (2,), "float32", "x", (), ()
+        )
+        (folder / "verifier.json").write_text(canonical_json(asdict(identity)))
+
+    def _row(self, i: int) -> Row:
+        text, split = self.texts[i], "validation" if i % 5 == 0 else "train"
+        messages = [{"role": "user", "content": text}]
+        common = {"source": "s", "source_row": i, "category": "c", "split": split, "reference": None}
+        return {"prompt_id": digest(text), "messages": messages, **common}
+
+    def start(self) -> "subprocess.Popen[str]":
+        names = ("prompts", "verifier.json", "responses", "metrics.json", "params.yaml")
+        arguments = [str(self.folder / name) for name in names]
+        command = [sys.executable, "-m", "stages.generate", *arguments]
+        return subprocess.Popen(command, cwd=ROOT, env=os.environ, stderr=subprocess.PIPE, text=True)
+
+    def run(self) -> tuple[int, str]:
+        process = self.start()
+        _, told = process.communicate(timeout=120)
+        return process.returncode, told
+
+    def rows(self) -> list[Row]:
+        return list(read_parts(self.folder / "responses", schemas.RESPONSES))
+
+    def metrics(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.folder / "metrics.json").read_text())
+        return found
+
+    def expected_order(self) -> list[str]:
+        split = [[digest(t) for i, t in enumerate(self.texts) if (i % 5 == 0) is held] for held in (False, True)]
+        return split[0] + split[1]
+
+
+def test_g11_killed_and_resumed_every_row_is_there_exactly_once(tmp_path: Path) -> None:
+    texts = [f"question {i}" for i in range(60)]
+    with FaultyServer(lambda text, _n: Fault(delay_s=0.1 + (60 - int(text.split()[1])) / 30)) as server:
+        stage = Stage(tmp_path, server.url, texts, concurrency=6)
+        process = stage.start()
+        while server.answered < 25:
+            time.sleep(0.05)
+            assert process.poll() is None
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        before = server.asked.total()
+        assert not (tmp_path / "responses").exists()
+        code, told = stage.run()
+        assert code == 0, told
+        asked_again = server.asked.total() - before
+        assert 60 - 25 <= asked_again < 60 - 8
+        assert [row["prompt_id"] for row in stage.rows()] == stage.expected_order()
+        metrics = stage.metrics()
+        assert metrics["reused"] == 60 - asked_again
+        assert metrics["requests_sent"] == asked_again
+        assert metrics["finish_stop"] + metrics["finish_length"] == metrics["rows_out"] == 60
+        assert metrics["completion_tokens"] == sum(len(row["output_token_ids"]) for row in stage.rows())
+        after = server.asked.total()
+        assert stage.run()[0] == 0
+        assert server.asked.total() == after
+        assert stage.metrics()["reused"] == 60
+
+
+def test_sigterm_keeps_what_is_done_and_exits_130(tmp_path: Path) -> None:
+    texts = [f"question {i}" for i in range(40)]
+    with FaultyServer(lambda _t, _n: Fault(delay_s=0.2)) as server:
+        stage = Stage(tmp_path, server.url, texts, concurrency=4)
+        process = stage.start()
+        while server.answered < 12:
+            time.sleep(0.05)
+            assert process.poll() is None
+        process.terminate()
+        _, told = process.communicate(timeout=30)
+        assert process.returncode == 130, told
+        assert "Traceback" not in told
+        before = server.asked.total()
+        assert stage.run()[0] == 0
+        assert server.asked.total() - before <= 40 - 12
+
+
+def test_g10_failed_rows_fail_the_stage_by_name_and_a_rerun_fills_only_the_gaps(tmp_path: Path) -> None:
+    texts = [f"question {i}" for i in range(30)]
+    broken = {"question 3", "question 4"}
+    with FaultyServer(lambda text, _n: Fault(status=500 if text in broken else 200)) as server:
+        stage = Stage(tmp_path, server.url, texts)
+        code, told = stage.run()
+        assert code == 1
+        assert "2 of 30 rows rejected (2 HTTP 500)" in told
+        assert digest("question 3") in told
+        assert not (tmp_path / "responses").exists()
+        server.asked.clear()
+        broken.clear()
+        assert stage.run()[0] == 0
+        assert set(server.asked) == {"question 3", "question 4"}
+        assert len(stage.rows()) == 30
+
+
+def test_g07_g16_counts_by_finish_reason_and_rejected_rows(tmp_path: Path) -> None:
+    texts = [f"question {i}" for i in range(20)] + ["x" * 600]
+    with FaultyServer() as server:
+        stage = Stage(tmp_path, server.url, texts, max_new_tokens=6, max_rejected_share=0.1)
+        code, told = stage.run()
+        assert code == 0, told
+    rows, metrics = stage.rows(), stage.metrics()
+    finish = Counter(row["finish_reason"] for row in rows)
+    assert (metrics["finish_length"], metrics["finish_stop"]) == (finish["length"], finish["stop"])
+    assert finish["length"] > 0
+    assert finish["stop"] > 0
+    assert metrics["rows_rejected"] == {"prompt too long": 1}
+    rejected = list(read_table(tmp_path / "responses" / "rejected.parquet", schemas.REJECTED))
+    assert [row["row"] for row in rejected] == [digest("x" * 600)]
+    assert all(json.loads(row["sampling"])["max_tokens"] == 6 for row in rows)
+    assert {row["engine"] for row in rows} == {"vllm 9.9.9"}

@@ -1,0 +1,76 @@
+"""params.yaml is read strictly, as DVC writes it, and errors name the key."""
+
+from pathlib import Path
+
+import pytest
+
+from eagle3.params import load_params
+
+ROOT = Path(__file__).parent.parent
+DEFAULT = (ROOT / "params.yaml").read_text()
+
+
+def edited(tmp_path: Path, old: str, new: str) -> Path:
+    assert old in DEFAULT
+    path = tmp_path / "params.yaml"
+    path.write_text(DEFAULT.replace(old, new, 1))
+    return path
+
+
+def test_the_default_file_is_valid() -> None:
+    assert load_params(ROOT / "params.yaml").train.ttt_steps == 3
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("  epochs: 4", "  epochs: 4\n  lrr: 1", "unknown key train.lrr"),
+        ("generate:", "generatte:", "unknown key generatte"),
+        ("  epochs: 4\n", "", "missing key train.epochs"),
+        ("  epochs: 4", "  epochs: four", "train.epochs"),
+        ("  epochs: 4", "  epochs: 4.5", "train.epochs"),
+        ("  epochs: 4", '  epochs: "4"', "train.epochs"),
+        ("  epochs: 4", "  epochs: 0", "train.epochs"),
+        ("deduplicate: true", "deduplicate: yes", "prompts.deduplicate"),
+        ("precision: bfloat16", "precision: bf16", "train.precision"),
+        ("multi_turn: first", "multi_turn: middle", "prompts.multi_turn"),
+        ("verifier:", "verifier: [", "not readable as YAML"),
+        ("  epochs: 4", "  epochs: &n 4", "anchors"),
+        ("  learning_rate: 0.0005", "  learning_rate: .nan", "train.learning_rate"),
+    ],
+)
+def test_a_mistake_is_an_error_that_names_the_key(tmp_path: Path, old: str, new: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told.replace(".", r"\.")) as caught:
+        load_params(edited(tmp_path, old, new))
+    assert "params.yaml" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["no", "on", "1.10", "007", "1e5", "2026-11-29", "0x1f"])
+@pytest.mark.parametrize("quote", ["", '"'])
+def test_text_stays_text_with_or_without_quotes(tmp_path: Path, name: str, quote: str) -> None:
+    params = load_params(edited(tmp_path, "name: starter", f"name: {quote}{name}{quote}"))
+    assert params.prompts.sources[0].name == name
+
+
+@pytest.mark.parametrize(("text", "value"), [("0.00001", 1e-5), ("1e-5", 1e-5), ("1.0e-05", 1e-5), ("1", 1.0)])
+def test_floats_arrive_in_every_spelling(tmp_path: Path, text: str, value: float) -> None:
+    assert load_params(edited(tmp_path, "learning_rate: 0.0005", f"learning_rate: {text}")).train.learning_rate == value
+
+
+def test_lists_and_null(tmp_path: Path) -> None:
+    assert load_params(edited(tmp_path, "aux_layer_ids: null", "aux_layer_ids: [1, 2, 3]")).verifier.aux_layer_ids == [
+        1,
+        2,
+        3,
+    ]
+    assert load_params(ROOT / "params.yaml").verifier.revision is None
+
+
+def test_a_missing_file_says_where_to_run(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="project's top folder"):
+        load_params(tmp_path / "params.yaml")
+
+
+def test_params_are_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        load_params(ROOT / "params.yaml").train.epochs = 7  # type: ignore[misc]

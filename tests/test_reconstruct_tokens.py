@@ -1,0 +1,127 @@
+"""The stages `check` and `reconstruct-tokens` from files to files."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eagle3.schemas import REJECTED, RESPONSES, TOKENS
+from eagle3.tables import Account, read_parts, read_table, write_parts
+from eagle3.verifier import write_identity
+from stages.check import check
+from stages.reconstruct_tokens import reconstruct_tokens
+from tests.test_tokens import IDENTITY, STOP, response
+
+ROOT = Path(__file__).parent.parent
+DEFAULT = (ROOT / "params.yaml").read_text()
+
+
+def settings(tmp_path: Path, verifier: Path, **changes: str) -> Path:
+    text = DEFAULT.replace("bundled:smollm2-135m-instruct", str(verifier))
+    for key, value in changes.items():
+        line = next(line for line in text.splitlines() if line.strip().startswith(f"{key}:"))
+        text = text.replace(line, f"{line.partition(':')[0]}: {value}")
+    path = tmp_path / "params.yaml"
+    path.write_text(text)
+    return path
+
+
+def write_responses(tmp_path: Path, rows: list[dict[str, Any]]) -> Path:
+    account = Account("generate", 0)
+    account.rows_in = account.rows_out = len(rows)
+    write_parts(tmp_path / "responses", rows, RESPONSES, "prompt_id", account)
+    write_identity(replace(IDENTITY, vocab_size=640), tmp_path / "verifier.json")
+    return tmp_path / "responses"
+
+
+def run(tmp_path: Path, params: Path) -> dict[str, Any]:
+    out = tmp_path / "tokens", tmp_path / "metrics.json"
+    reconstruct_tokens(tmp_path / "responses", tmp_path / "verifier.json", *out, params)
+    metrics: dict[str, Any] = json.loads(out[1].read_text())
+    return metrics
+
+
+def test_rows_in_are_rows_out_plus_rows_rejected(tmp_path: Path, tiny_verifier: Path) -> None:
+    rows = [response([5, 6], [7, 8, STOP], prompt_id=f"p{i}") for i in range(20)]
+    rows[3] = response([5, 6], [STOP], prompt_id="short")
+    rows[4] = response([5, 6], [7] * 9, "length", prompt_id="long")
+    write_responses(tmp_path, rows)
+    metrics = run(tmp_path, settings(tmp_path, tiny_verifier))
+    assert (metrics["rows_in"], metrics["rows_out"]) == (20, 19)
+    assert metrics["rows_rejected"] == {"too few generated tokens": 1}
+    assert metrics["truncated_in_answer"] == 1
+    samples = list(read_parts(tmp_path / "tokens", TOKENS))
+    assert len(samples) == 19
+    assert metrics["tokens"] == sum(sample["length"] for sample in samples)
+    assert metrics["loss_tokens"] == sum(sum(sample["loss_mask"]) for sample in samples) == 18 * 3 + 9
+    assert [row["row"] for row in read_table(tmp_path / "tokens" / "rejected.parquet", REJECTED)] == ["short"]
+    preview = (tmp_path / "tokens" / "preview.txt").read_text()
+    assert "[prompt, masked]" in preview
+    assert "[answer, learnt]" in preview
+
+
+def test_truncated_rows_can_be_dropped(tmp_path: Path, tiny_verifier: Path) -> None:
+    rows = [response([5, 6], [7, 8, STOP], prompt_id=f"p{i}") for i in range(9)]
+    write_responses(tmp_path, [*rows, response([5], [7, 8], "length", prompt_id="cut")])
+    metrics = run(tmp_path, settings(tmp_path, tiny_verifier, drop_truncated="true"))
+    assert metrics["rows_rejected"] == {"truncated": 1}
+
+
+def test_too_many_bad_rows_fail(tmp_path: Path, tiny_verifier: Path) -> None:
+    write_responses(tmp_path, [response([5], [7, 8], prompt_id=f"p{i}", completion_tokens=3) for i in range(9)])
+    with pytest.raises(ValueError, match="ids disagree with usage"):
+        run(tmp_path, settings(tmp_path, tiny_verifier))
+
+
+def test_a_missing_input_is_one_line(tmp_path: Path, tiny_verifier: Path) -> None:
+    params = settings(tmp_path, tiny_verifier)
+    write_responses(tmp_path, [response([5], [7, STOP])])
+    words = [str(tmp_path / name) for name in ("nowhere", "verifier.json", "tokens", "metrics.json")]
+    shown = subprocess.run(
+        [sys.executable, "-m", "stages.reconstruct_tokens", *words, str(params)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert shown.returncode == 1
+    assert shown.stderr.startswith("error: ")
+    assert "nowhere/index.parquet: no such file" in shown.stderr
+    assert "Traceback" not in shown.stderr
+
+
+def checked(tmp_path: Path, old: str, new: str) -> Path:
+    assert old in DEFAULT
+    (tmp_path / "params.yaml").write_text(DEFAULT.replace(old, new, 1))
+    check(tmp_path / "params.yaml", ROOT / "dvc.yaml", tmp_path / "passed.txt")
+    return tmp_path / "passed.txt"
+
+
+def test_the_check_writes_the_same_file_for_every_good_edit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    first = checked(tmp_path, "epochs: 4", "epochs: 4").read_bytes()
+    assert checked(tmp_path, "epochs: 4", "epochs: 5").read_bytes() == first
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("path: data/prompts/starter.jsonl", "path: data/prompts/mine.jsonl", "mine.jsonl .* is not a file here"),
+        ("path: data/prompts/starter.jsonl", "path: README.md", "README.md is not under deps of the stage `prompts`"),
+        ("validation_share: 0.05", "validation_share: 0.95", "leave nothing to train on"),
+        ("shard_min_mib: 32", "shard_min_mib: 320", "shard_min_mib is above"),
+        ("min_room_tokens: 16", "min_room_tokens: 1024", "no room for a prompt"),
+        ("epochs: 4", "epoch: 4", "unknown key train.epoch"),
+    ],
+)
+def test_the_check_refuses_what_cannot_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str, told: str
+) -> None:
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(ValueError, match=told):
+        checked(tmp_path, old, new)
+    assert not (tmp_path / "passed.txt").exists()

@@ -1,0 +1,112 @@
+"""Ids verbatim, mask exactly the generated tokens, spans from ids."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eagle3.digests import canonical_json
+from eagle3.tokens import Unusable, is_greedy, reconstruct, thinking_length
+from eagle3.verifier import VerifierIdentity
+
+THINK, END, STOP = 90, 91, 2
+GREEDY = {"temperature": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+IDENTITY = VerifierIdentity(
+    name="x", digest="d" * 64, architecture="LlamaForCausalLM", hidden_size=8, num_layers=8, vocab_size=100,
+    max_position_embeddings=64, rms_norm_eps=1e-5, aux_layer_ids=(2, 4, 5), stop_token_ids=(STOP,), dtype="float32",
+    engine="vllm 0", think_start_ids=(THINK,), think_end_ids=(END,),
+)  # fmt: skip
+
+
+def response(prompt: list[int], output: list[int], finish: str = "stop", **changes: Any) -> dict[str, Any]:
+    return {
+        "prompt_id": "p", "source": "s", "category": "c", "split": "train", "messages": [], "reference": None,
+        "prompt_token_ids": prompt, "output_token_ids": output, "reasoning": None, "content": "text that is ignored",
+        "finish_reason": finish, "stop_reason": None, "prompt_tokens": len(prompt), "completion_tokens": len(output),
+        "latency_s": 1.0, "attempts": 1, "sampling": canonical_json(GREEDY), "verifier_digest": "d" * 64,
+        "engine": "vllm 0", **changes,
+    }  # fmt: skip
+
+
+@given(st.lists(st.integers(3, 89), min_size=1, max_size=20), st.lists(st.integers(0, 99), min_size=1, max_size=20))
+def test_ids_are_prompt_then_output_and_the_mask_is_the_output(prompt: list[int], output: list[int]) -> None:
+    sample = reconstruct(response(prompt, output), IDENTITY, 64)
+    assert sample["input_ids"] == prompt + output
+    assert [i for i, m in zip(sample["input_ids"], sample["loss_mask"], strict=True) if m] == output
+    assert sample["length"] == len(prompt) + len(output)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "output", "finish", "thinking", "truncated"),
+    [
+        ([5, THINK], [7, 8, END, 9, STOP], "stop", [7, 8, END], None),  # opened by the prompt
+        ([5], [THINK, 7, END, 9, STOP], "stop", [THINK, 7, END], None),  # opened by the model
+        ([5], [7, 8, STOP], "stop", [], None),  # never opened
+        ([5], [7, THINK, 8, STOP], "stop", [], None),  # a marker quoted inside an answer opens nothing
+        ([5, THINK, 6], [7, END, STOP], "stop", [], None),  # a marker quoted inside the question opens nothing
+        ([5, THINK], [7, 8], "length", [7, 8], "thinking"),  # cut off inside the thinking
+        ([5, THINK], [7, END, 8], "length", [7, END], "answer"),  # cut off inside the answer
+        ([5, THINK], [7, END], "length", [7, END], "answer"),  # cut off right behind the marker
+        ([5], [7, 8], "length", [], "answer"),
+        ([5, THINK], [7, END, 8, END, STOP], "stop", [7, END], None),  # only the first closing marker ends it
+    ],
+)
+def test_spans(prompt: list[int], output: list[int], finish: str, thinking: list[int], truncated: str | None) -> None:
+    sample = reconstruct(response(prompt, output, finish), IDENTITY, 64)
+    assert sample["input_ids"][sample["thinking_start"] : sample["thinking_end"]] == thinking
+    assert sample["input_ids"][sample["answer_start"] :] == output[len(thinking) :]
+    assert sample["truncated_in"] == truncated
+
+
+def test_without_truncation_an_unclosed_thinking_is_kept_and_not_flagged() -> None:
+    sample = reconstruct(response([5, THINK], [7, STOP]), IDENTITY, 64)
+    assert sample["truncated_in"] is None
+    assert sample["thinking_end"] == 4
+
+
+def test_markers_of_several_tokens() -> None:
+    assert thinking_length([1, 70, 71], [5, 72, 73, 6], [70, 71], [72, 73]) == 3
+    assert thinking_length([1], [70, 71, 5, 72, 6], [70, 71], [72, 73]) == 5
+    assert thinking_length([1], [5, 6], [], []) == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"completion_tokens": 5}, "ids disagree with usage"),
+        ({"prompt_tokens": 0}, "ids disagree with usage"),
+        ({"output_token_ids": [7, 100, STOP]}, "id outside the vocabulary"),
+        ({"output_token_ids": [7, None, STOP]}, "id outside the vocabulary"),
+        ({"output_token_ids": [7, -1, STOP]}, "id outside the vocabulary"),
+        ({"verifier_digest": "e" * 64}, "answered by another verifier"),
+        ({"prompt_token_ids": [], "prompt_tokens": 0}, "no prompt ids"),
+        ({"prompt_token_ids": [5] * 62, "prompt_tokens": 62}, "longer than verifier.max_model_len"),
+    ],
+)
+def test_rows_that_contradict_themselves_are_refused(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(Unusable) as caught:
+        reconstruct(response([5], [7, 8, STOP], **changes), IDENTITY, 64)
+    assert caught.value.reason == reason
+
+
+@pytest.mark.parametrize(("length", "fits"), [(63, True), (64, True), (65, False)])
+def test_the_length_limit_is_exact(length: int, fits: bool) -> None:
+    row = response([5], [7] * (length - 1))
+    if fits:
+        assert reconstruct(row, IDENTITY, 64)["length"] == length
+    else:
+        with pytest.raises(Unusable):
+            reconstruct(row, IDENTITY, 64)
+
+
+def test_penalties_and_temperature_make_a_row_not_greedy() -> None:
+    assert is_greedy(GREEDY)
+    for name, value in {"temperature": 0.6, "repetition_penalty": 1.1, "presence_penalty": 0.1}.items():
+        assert not is_greedy(GREEDY | {name: value})
+
+
+def test_the_text_fields_do_not_matter() -> None:
+    plain = reconstruct(response([5, THINK], [7, END, 9, STOP]), IDENTITY, 64)
+    other = reconstruct(response([5, THINK], [7, END, 9, STOP], reasoning="x", content=None), IDENTITY, 64)
+    assert plain == other
