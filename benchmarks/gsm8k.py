@@ -1,9 +1,9 @@
-"""The whole pipeline on GSM8K: what a draft trained on 1,500 self-generated answers is worth on held-out test questions.
+"""The whole pipeline on GSM8K: what a draft trained on 1,500 self-generated answers is worth on held-out questions.
 
-    python -m benchmarks.gsm8k --train gsm8k-train.jsonl --test gsm8k-test.jsonl [--folder DIR] [--set train.epochs=2 ...]
+    python -m benchmarks.gsm8k --train gsm8k-train.jsonl --test gsm8k-test.jsonl [--folder DIR] [--set train.epochs=2]
 
-The files are GSM8K's own (openai/grade-school-math): JSON lines with `question` and `answer`. The last line of output is
-one JSON object: acceptance_length, speedup, seconds per stage. About 50 minutes on two cores.
+The files are GSM8K's own (openai/grade-school-math): JSON lines with `question` and `answer`. The last line of output
+is one JSON object: acceptance_length, speedup, seconds per stage. About 50 minutes on two cores.
 """
 
 import argparse

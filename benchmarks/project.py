@@ -29,12 +29,14 @@ class Project:
                 shutil.copyfile(source, target)
         if not (folder / ".git").exists():
             self.run("git", "init", "--quiet")
+            self.run("git", "config", "user.name", "benchmark")
+            self.run("git", "config", "user.email", "benchmark@localhost")
         if not (folder / ".dvc").exists():
             self.run("dvc", "init", "--quiet")
         shutil.copyfile(ROOT / ".dvc" / "config", folder / ".dvc" / "config")
 
     def edit(self, sources: list[dict[str, Any]], settings: dict[str, Any]) -> None:
-        """Put prompt sources and dotted settings (`train.epochs`: 2) into params.yaml, and the sources into dvc.yaml."""
+        """Put prompt sources and dotted settings (`train.epochs`: 2) into params.yaml, sources into dvc.yaml too."""
         yaml = YAML()
         params = yaml.load((self.folder / "params.yaml").read_text())
         template = dict(params["prompts"]["sources"][0])
@@ -54,10 +56,29 @@ class Project:
     def run(self, *command: str) -> float:
         """Run a command in the project with this interpreter's programs first; returns its seconds."""
         start = time.monotonic()
-        environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-        environment.pop("EAGLE3_WORK_DIR", None)
-        subprocess.run(command, cwd=self.folder, env=environment, check=True)
+        subprocess.run(command, cwd=self.folder, env=self.environment(), check=True)
         return time.monotonic() - start
+
+    def environment(self) -> dict[str, str]:
+        """This process's environment with this interpreter's programs first and no work store of another project."""
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        return {name: value for name, value in os.environ.items() if name != "EAGLE3_WORK_DIR"} | {"PATH": path}
+
+    def commit(self, message: str) -> None:
+        """Commit everything that git does not ignore."""
+        self.run("git", "add", "--all")
+        self.run("git", "commit", "--quiet", "-m", message)
+
+    def restore(self) -> None:
+        """Take tracked files back to the last commit."""
+        self.run("git", "checkout", "--quiet", "--", ".")
+
+    def changed_files(self) -> list[str]:
+        """What `git status` lists."""
+        listed = subprocess.run(
+            ["git", "status", "--porcelain"], cwd=self.folder, capture_output=True, text=True, check=True
+        ).stdout
+        return [line[3:] for line in listed.splitlines()]
 
     def repro(self, stages: list[str]) -> dict[str, float]:
         """Run the stages one by one; returns the seconds of each."""

@@ -53,8 +53,8 @@ def summary_lines(made: dict[str, Any], params: Params) -> list[str]:
         "hidden states": f"{states['bytes'] / 2**20:,.0f} MiB, verifier-head agreement {states['head_agreement']:.4f}",
         "training": f"{train['steps']:,} steps, draft vocabulary {train['draft_vocab_size']:,}, "
         f"promised acceptance length {train['expected_acceptance_length']:.2f}",
-        "acceptance length": f"{evaluate['acceptance_length']:.2f} at {params.evaluate.num_speculative_tokens} speculative "
-        f"tokens, on {evaluate['num_prompts']} held-out prompts",
+        "acceptance length": f"{evaluate['acceptance_length']:.2f} at "
+        f"{params.evaluate.num_speculative_tokens} speculative tokens, on {evaluate['num_prompts']} held-out prompts",
         "speed-up": f"{evaluate['speedup']:.2f}x at batch size {params.evaluate.batch_size} ({speed})",
         "draft": str(DRAFT),
     }
@@ -62,7 +62,7 @@ def summary_lines(made: dict[str, Any], params: Params) -> list[str]:
 
 
 def serve_command(params: Params, verifier: Path) -> str:
-    """A shell command that serves the verifier with the draft on this machine, with the settings that were evaluated."""
+    """A shell command that serves the verifier with the draft on this machine, as it was evaluated."""
     near = verifier.relative_to(Path.cwd()) if verifier.is_relative_to(Path.cwd()) else verifier
     python = Path(sys.executable)
     speculative = {

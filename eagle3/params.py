@@ -172,7 +172,7 @@ def load_params(path: Path) -> Params:
 
 
 def _as_spelled(kind: Any, typed: Any, spelled: Any) -> Any:
-    """Give text fields the text that was written: `-S name=1.10` and a dropped pair of quotes must not make a number."""
+    """Give text fields the text that was written: `-S name=1.10` or a dropped pair of quotes makes no number."""
     origin, options = get_origin(kind), get_args(kind)
     if isinstance(kind, type) and issubclass(kind, BaseModel) and isinstance(typed, dict):
         fields = kind.model_fields

@@ -45,7 +45,7 @@ class Account:
         return dict(sorted(Counter(row["reason"] for row in self.rejected).items()))
 
     def settle(self) -> dict[str, Any]:
-        """The counts as metrics. Raises ValueError when they do not add up, when too many rows were rejected, or none is left."""
+        """The counts as metrics. Raises ValueError when too many rows were rejected or none is left."""
         if self.rows_in != self.rows_out + len(self.rejected):
             raise AssertionError(f"{self.stage}: {self.rows_in} in, {self.rows_out} out, {len(self.rejected)} rejected")
         failed = len(self.rejected) - self.tolerated.total()

@@ -29,7 +29,7 @@ class Unusable(ValueError):
 def reconstruct(response: Row, verifier: VerifierIdentity, max_length: int) -> Row:
     """One row of schemas.RESPONSES to one row of schemas.TOKENS.
 
-    Raises Unusable when the ids contradict the server's own counts, leave the vocabulary, or come from another verifier.
+    Raises Unusable when the ids contradict the server's counts, leave the vocabulary, or come from another verifier.
     """
     prompt, output = response["prompt_token_ids"], response["output_token_ids"]
     _check(response, prompt, output, verifier, max_length)
@@ -58,7 +58,7 @@ def reconstruct(response: Row, verifier: VerifierIdentity, max_length: int) -> R
 
 
 def thinking_length(prompt: Sequence[int], output: Sequence[int], start: Sequence[int], end: Sequence[int]) -> int:
-    """Number of generated tokens that are thinking, markers included; 0 when none was opened or there are no markers."""
+    """Number of generated tokens that are thinking, markers included; 0 when none was opened."""
     if not start or not (ends_with(prompt, start) or starts_with(output, start)):
         return 0
     place = find(output, end)

@@ -1,4 +1,4 @@
-"""What the verifier is: where it lies, a digest of everything that decides its output, sizes, layer ids, special tokens.
+"""What the verifier is: where it lies, a digest of all that decides its output, sizes, layer ids, special tokens.
 
 `data/verifier.json` holds the identity and no path, so that two machines agree on it.
 """
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
 
@@ -82,9 +83,8 @@ class HeadWeights:
 def read_identity(path: Path) -> VerifierIdentity:
     """The identity that the stage `verifier` wrote. Raises ValueError for a missing or foreign file."""
     try:
-        fields = json.loads(path.read_text())
-        return VerifierIdentity(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
-    except (OSError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        return TypeAdapter(VerifierIdentity).validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
         raise ValueError(f"{path}: not a verifier identity ({error}); `dvc repro verifier` makes it") from None
 
 
@@ -201,7 +201,8 @@ def _load_tensor(folder: Path, names: dict[str, str], ending: str) -> torch.Tens
             f"{folder}: expected one tensor named ...{ending}, found {found or 'none'}; there are {listed} ..."
         )
     with safe_open(folder / names[found[0]], framework="pt") as file:
-        return file.get_tensor(found[0])
+        tensor: torch.Tensor = file.get_tensor(found[0])
+        return tensor
 
 
 def _tensor_files(folder: Path) -> dict[str, str]:
@@ -217,7 +218,7 @@ def _tensor_files(folder: Path) -> dict[str, str]:
 
 def _loading(params: VerifierParams) -> dict[str, Any]:
     """What else decides the verifier's output: how it computes, a foreign template, foreign code."""
-    own = {"dtype": params.dtype, "max_model_len": params.max_model_len}
+    own: dict[str, Any] = {"dtype": params.dtype, "max_model_len": params.max_model_len}
     if params.chat_template is not None:
         try:
             own["chat_template"] = digest_file(Path(params.chat_template))

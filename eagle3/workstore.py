@@ -35,8 +35,9 @@ def work_folder(stage: str, wait_s: float = 0) -> Iterator[Path]:
             except BlockingIOError:
                 if time.monotonic() >= deadline:
                     lock.seek(0)
+                    holder = lock.read().strip() or "?"
                     raise ValueError(
-                        f"{folder} is in use by process {lock.read().strip() or '?'}; wait for it or end it, then run again"
+                        f"{folder} is in use by process {holder}; wait for it or end it, then run again"
                     ) from None
                 time.sleep(0.2)
         lock.truncate(0)
@@ -46,7 +47,7 @@ def work_folder(stage: str, wait_s: float = 0) -> Iterator[Path]:
 
 
 class RowStore:
-    """Small units (one row's result) in one SQLite file: key -> bytes, with a checksum; damaged units read as absent."""
+    """Small units (a row's result) in one SQLite file: key -> bytes, with a checksum; a damaged one reads as absent."""
 
     def __init__(self, path: Path, commit_every_s: float = 1.0):
         self._path = path

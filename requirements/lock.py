@@ -1,8 +1,8 @@
 """Renew requirements/cpu.lock from what is installed: `make lock`.
 
-Install what you want in .venv by hand, run the tests, then lock. Walks the requirements of this project (extras cpu, s3,
-ssh, dev) through the installed packages, leaves out what must not be there, and asks the index for the digests of every
-file of each version, so that the lock serves other platforms and Pythons too.
+Install what you want in .venv by hand, run the tests, then lock. Walks the requirements of this project (extras cpu,
+s3, ssh, dev) through the installed packages, leaves out what must not be there, and asks the index for the digests of
+every file of each version, so that the lock serves other platforms and Pythons too.
 """
 
 import subprocess
@@ -57,11 +57,10 @@ def main() -> None:
         subprocess.run([sys.executable, "-m", "venv", f"{folder}/uv"], check=True)
         subprocess.run([f"{folder}/uv/bin/python", "-m", "pip", "install", "--quiet", "uv"], check=True)
         compiled = subprocess.run(
-            [f"{folder}/uv/bin/uv", "pip", "compile", "--quiet", "--no-deps", "--generate-hashes", "--no-header"]
-            + ["--no-annotate", "--no-emit-index-url", "--no-emit-find-links", str(source)],
+            [f"{folder}/uv/bin/uv", *["pip", "compile", "--quiet", "--no-deps", "--generate-hashes", "--no-header", "--no-annotate"], source],
             check=True, capture_output=True, text=True,
         ).stdout  # fmt: skip
-    head = "# Made by `make lock`; do not edit. Installed with --no-deps --require-hashes; torch comes first, from torch.txt.\n"
+    head = "# Made by `make lock`; do not edit. Installed with --no-deps --require-hashes, after torch.txt.\n"
     (HERE / "cpu.lock").write_text(head + compiled)
     print(f"locked {len(pins)} packages")
 

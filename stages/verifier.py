@@ -1,4 +1,4 @@
-"""Stage `verifier`: which model the draft is for. Runs at every `dvc repro` and notices a model that changed in place."""
+"""Stage `verifier`: which model the draft is for. Runs at every `dvc repro`, so a model changed in place is noticed."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Hidden-state folders for the draft's tests, with real states of a small verifier: what the stage `extract` would write."""
+"""Hidden-state folders for the draft's tests, with a small verifier's real states: as the stage `extract` writes them."""
 
 import hashlib
 import json

@@ -29,7 +29,11 @@ def test_digest_file(tmp_path: Path) -> None:
 def test_token_digests_tell_ids_and_masks_apart() -> None:
     one = digest_tokens([1, 2, 3], [False, True, True])
     assert one == digest_tokens([1, 2, 3], [False, True, True])
-    assert len({one, digest_tokens([1, 2, 4], [False, True, True]), digest_tokens([1, 2, 3], [False, False, True])}) == 3
+    other_ids, other_mask = (
+        digest_tokens([1, 2, 4], [False, True, True]),
+        digest_tokens([1, 2, 3], [False, False, True]),
+    )
+    assert len({one, other_ids, other_mask}) == 3
 
 
 @given(st.text())

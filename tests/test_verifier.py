@@ -11,7 +11,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eagle3.params import VerifierParams
 from eagle3.verifier import (
-    choose_aux_layers, identify_verifier, load_head, locate_verifier, prompt_ids, read_identity, write_identity,
+    choose_aux_layers,
+    identify_verifier,
+    load_head,
+    locate_verifier,
+    prompt_ids,
+    read_identity,
+    write_identity,
 )  # fmt: skip
 from tests.tiny_verifiers import build_tiny_verifier
 

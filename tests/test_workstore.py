@@ -1,6 +1,5 @@
 """Work survives kill -9, damage is noticed, one writer at a time."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -86,7 +85,7 @@ def test_files_appear_whole_and_leave_nothing_aside(tmp_path: Path) -> None:
     link_or_copy(tmp_path / "a", tmp_path / "b")
     assert (tmp_path / "b").read_bytes() == b"two"
     assert (tmp_path / "b").stat().st_ino == (tmp_path / "a").stat().st_ino
-    assert sorted(os.listdir(tmp_path)) == ["a", "b"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
 def test_waiting_for_the_lock_ends() -> None:

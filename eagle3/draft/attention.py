@@ -59,16 +59,17 @@ def ttt_attention(
 ) -> torch.Tensor:
     """Attention of one step. query [R, h, d]; key, value [N, g, d] of step 0.
 
-    own: key, value [R, g, d] of step 1, then of step 2, and so on. documents: in order, their query rows together are the R rows. Returns [R, h, d].
+    own: key, value [R, g, d] of step 1, then of step 2, and so on. documents: in order; their query rows together are
+    the R rows. Returns [R, h, d].
     """
     assert query.shape[0] == sum(end - first for _, first, end in documents)
-    output: torch.Tensor = _Attention.apply(tuple(documents), query, key, value, *own)
+    output: torch.Tensor = _Attention.apply(tuple(documents), query, key, value, *own)  # type: ignore[no-untyped-call]
     return output
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         documents: tuple[Document, ...],
         query: torch.Tensor,
@@ -94,7 +95,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, output, total, *own = ctx.saved_tensors
         grad = grad.contiguous()
         grad_query, grad_key, grad_value = ctx.backend.backward(grad, query, key, value, output, total, ctx.documents)
@@ -124,7 +125,8 @@ def _own_scores(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """Score of each row's query with its own key: [R, h], at least float32."""
     wide = torch.promote_types(query.dtype, torch.float32)
     product = _grouped(query.to(wide), key) * key.to(wide)[:, :, None]
-    return product.sum(-1).flatten(1) * query.shape[-1] ** -0.5
+    scale: float = query.shape[-1] ** -0.5
+    return product.sum(-1).flatten(1) * scale
 
 
 class Backend:

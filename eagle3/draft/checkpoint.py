@@ -1,7 +1,8 @@
 """Checkpoints of a training run: whole or absent, self-contained, the last two kept.
 
 A checkpoint is a folder `step-<number>` with the weights, the optimiser's moments, the best weights so far and the
-state as JSON; `complete.json` holds the digest of each file. It is written aside, synced and renamed. Nothing is pickled.
+state as JSON; `complete.json` holds the digest of each file. It is written aside, synced and renamed; nothing is
+pickled.
 """
 
 import json
@@ -92,7 +93,8 @@ class CheckpointStore:
     def best_weights(self) -> dict[str, torch.Tensor]:
         """The weights to export: the best validated ones, else the last ones."""
         newest = self._found()[-1]
-        return load_file(newest / BEST if (newest / BEST).exists() else newest / WEIGHTS)
+        best: dict[str, torch.Tensor] = load_file(newest / (BEST if (newest / BEST).exists() else WEIGHTS))
+        return best
 
     def _found(self) -> list[Path]:
         return sorted(path for path in self.folder.glob("step-*") if not path.name.endswith(".tmp"))

@@ -1,7 +1,7 @@
 """A trained draft as vLLM 0.32 loads it (plain EAGLE-3 format), and back.
 
 Contract: vllm/model_executor/models/llama_eagle3.py. `embed_tokens` is left out on purpose: vLLM then shares the
-verifier's. `lm_head` has rows of its own, and `d2t`/`t2d` are there exactly when the draft vocabulary is the smaller one.
+verifier's. `lm_head` has rows of its own; `d2t` and `t2d` are there exactly when the draft vocabulary is the smaller.
 """
 
 import json

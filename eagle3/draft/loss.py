@@ -1,7 +1,7 @@
 """Loss and agreement of all steps: KL divergence from the verifier to the draft over the draft vocabulary.
 
 Verifier targets are computed once and serve every step; logits exist for one chunk of rows at a time, and their
-gradient is taken in the forward pass, so memory does not grow with rows times vocabulary. The eager form is in the tests.
+gradient is taken in the forward pass, so memory does not grow with rows times vocabulary. The tests have the eager form.
 
 Letters: K steps, R query rows, U target rows, H hidden size, D draft vocabulary, V verifier vocabulary.
 """
@@ -47,7 +47,7 @@ def distill(
 ) -> StepLosses:
     """KL loss of all steps. normed [K, R, H]: what the draft head [D, H] reads. weights [K]. dtype: of the products."""
     if torch.is_grad_enabled():
-        return StepLosses(*_Distill.apply(normed, head, targets, weights, dtype))
+        return StepLosses(*_Distill.apply(normed, head, targets, weights, dtype))  # type: ignore[no-untyped-call]
     return StepLosses(*_by_chunks(normed, head, targets, weights, dtype, None, None))
 
 
@@ -65,7 +65,7 @@ def verifier_choices(states: torch.Tensor, lm_head: torch.Tensor, draft_ids: tor
 
 class _Distill(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, normed: torch.Tensor, head: torch.Tensor, targets: Targets, weights: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         grad_normed = torch.zeros_like(normed)
@@ -77,7 +77,7 @@ class _Distill(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_normed, *rest = ctx.saved_tensors
         return grad_normed * grad, rest[0] * grad if rest else None, None, None, None
 
@@ -118,4 +118,5 @@ def _by_chunks(
 
 def _row_dot(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Dot product of each pair of rows [.., D] to [..]."""
-    return torch.linalg.vecdot(left, right)
+    dot: torch.Tensor = torch.linalg.vecdot(left, right)
+    return dot

@@ -28,6 +28,7 @@ from eagle3.schemas import SCHEMA_VERSION
 from eagle3.verifier import HeadWeights, VerifierIdentity
 
 PLOTTED_POINTS = 200
+_LOWER_RATE = "Lower train.learning_rate or train.max_gradient_norm"
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -228,7 +229,7 @@ class Trainer:
         listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         raise ValueError(
             f"train: loss {loss} and gradient norm {norm} at optimiser step {self.state.step + 1} (samples {listed}); "
-            f"the weights before it are kept in {self.store.folder}. Lower train.learning_rate, or check these samples"
+            f"the weights before it are kept in {self.store.folder}. {_LOWER_RATE}, or look at these samples"
         )
 
     def _report(self, group: list[Batch], live: Live, progress: Progress) -> None:
@@ -263,14 +264,16 @@ class Trainer:
         if signals.pending is not None:
             return False
         numbers = summarise(score, self.params.ttt_loss_decay)
+        if not math.isfinite(numbers["loss"]):
+            raise ValueError(f"train: validation loss {numbers['loss']} after step {state.step}; {_LOWER_RATE}")
         state.validated_step = state.step
         if not state.best or _merit(numbers) > _merit(state.best):
             state.best_step, state.best = state.step, numbers
-        shown = {f"validation/{name}": value for name, value in numbers.items() if isinstance(value, float)}
-        self._log(live, shown)
+        self._log(live, {f"validation/{name}": value for name, value in numbers.items()})
         say(
             f"train: after step {state.step}: validation loss {numbers['loss']:.3f}, "
-            f"agreement {numbers['agreement_0']:.3f}, expected acceptance length {numbers['expected_acceptance_length']:.3f}"
+            f"agreement {numbers['agreement_0']:.3f}, "
+            f"expected acceptance length {numbers['expected_acceptance_length']:.3f}"
         )
         return True
 

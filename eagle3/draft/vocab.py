@@ -93,7 +93,7 @@ def validate_mapping(d2t: torch.Tensor, t2d: torch.Tensor, verifier_size: int) -
         raise ValueError(
             f"d2t sends draft id {first} to {int(token_ids[first])}, outside {verifier_size} tokens; {hint}"
         )
-    if len(token_ids.unique()) != len(token_ids):
+    if len(set(token_ids.tolist())) != len(token_ids):
         raise ValueError(f"d2t sends two draft ids to one verifier id; {hint}")
     marked = torch.zeros_like(t2d).index_fill_(0, token_ids, True)
     if not torch.equal(marked, t2d):

@@ -6,6 +6,7 @@ spared for a while. Nothing is sent twice at once, and a request that is given u
 """
 
 import asyncio
+import json
 import os
 import random
 import re
@@ -13,7 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from ipaddress import ip_address
@@ -387,6 +388,8 @@ class Client:
     def _message(self, body: Any) -> str:
         """What a server said, fit for a terminal, without our key should the server repeat it."""
         text = str(body)
+        with suppress(ValueError, TypeError, KeyError, RecursionError):
+            text = str(json.loads(text)["error"]["message"])
         key = os.environ.get(API_KEY_VARIABLE)
         return visible(text.replace(key, "***") if key else text, 400)
 

@@ -1,7 +1,7 @@
 """Decode prompts in vLLM with and without a draft, step by step.
 
-Each arm is an engine in a process of its own. Side by side, the two arms take every batch in turn, in alternating order,
-so that a machine that slows down slows down both.
+Each arm is an engine in a process of its own. Side by side, the two arms take every batch in turn, in alternating
+order, so that a machine that slows down slows down both.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,0 +1,145 @@
+"""The pipeline as its users run it: DVC on a project of its own, real vLLM, a tiny verifier."""
+
+import re
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.project import ROOT, Project
+from eagle3.digests import digest_file
+
+pytestmark = pytest.mark.slow
+
+SETTINGS: dict[str, Any] = {
+    "verifier.dtype": "float32",
+    "verifier.max_model_len": 256,
+    "engine.cpu_kv_cache_gib": 0.25,
+    "prompts.validation_share": 0.1,
+    "prompts.evaluation_share": 0.15,
+    "generate.max_new_tokens": 24,
+    "extract.shard_min_mib": 0.05,
+    "extract.shard_max_mib": 0.5,
+    "train.epochs": 1,
+    "train.validations": 2,
+    "evaluate.num_prompts": 3,
+    "evaluate.max_new_tokens": 24,
+    "evaluate.lossless_prompts": 0,
+}
+STARTER = {"path": "data/prompts/mine.jsonl", "name": "mine"}
+LATE = {"train", "evaluate"}
+FROM_GENERATE = {"generate", "reconstruct-tokens", "extract"} | LATE
+
+
+def dvc(project: Project, *words: str, fails: bool = False) -> str:
+    """Run dvc in the project; returns all that it printed."""
+    done = subprocess.run(
+        ["dvc", *words],
+        cwd=project.folder,
+        env=project.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode != 0) == fails, done.stdout
+    return done.stdout
+
+
+def ran(printed: str) -> set[str]:
+    """Stages that ran, without the two that look at params.yaml and at the verifier every time."""
+    return set(re.findall(r"Running stage '([\w-]+)'", printed)) - {"check", "verifier"}
+
+
+def outs(project: Project) -> dict[str, str]:
+    """Digest of every file below data/ that DVC tracks."""
+    tracked = ["responses", "tokens", "hidden_states", "draft", "evaluation"]
+    paths = [path for name in tracked for path in (project.folder / "data" / name).rglob("*") if path.is_file()]
+    paths += [*(project.folder / "data/prompts").glob("*.parquet"), project.folder / "data/verifier.json"]
+    return {str(path.relative_to(project.folder)): digest_file(path) for path in paths}
+
+
+@pytest.fixture(scope="module")
+def project(tiny_verifier: Path, tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """A project whose pipeline has run once."""
+    made = Project(tmp_path_factory.mktemp("dvc") / "project")
+    lines = (ROOT / "data/prompts/starter.jsonl").read_text().splitlines()[:60]
+    (made.folder / "data/prompts").mkdir(parents=True)
+    (made.folder / STARTER["path"]).write_text("\n".join(line for line in lines if len(line) < 200) + "\n")
+    made.edit([STARTER], {"verifier.model": str(tiny_verifier), **SETTINGS})
+    printed = dvc(made, "repro")
+    assert ran(printed) == FROM_GENERATE | {"prompts"}
+    made.commit("first run")
+    return made
+
+
+def test_every_stage_accounts_for_its_rows(project: Project) -> None:
+    prompts, answered = project.metrics("prompts"), project.metrics("generate")
+    assert prompts["rows_in"] == prompts["rows_out"] + sum(prompts["rows_rejected"].values())
+    assert answered["rows_in"] == prompts["splits"]["train"] + prompts["splits"]["validation"]
+    assert answered["rows_out"] == project.metrics("reconstruct_tokens")["rows_in"]
+    assert project.metrics("reconstruct_tokens")["rows_out"] == project.metrics("extract")["rows_in"]
+    assert project.metrics("extract")["rows_out"] == project.metrics("train")["rows_in"]
+    assert project.metrics("extract")["head_agreement"] >= 0.97
+    assert project.metrics("evaluate")["num_prompts"] == 3
+
+
+def test_a_second_repro_does_nothing_and_is_quick(project: Project) -> None:
+    start = time.monotonic()
+    assert ran(dvc(project, "repro")) == set()
+    assert time.monotonic() - start < 20  # 10 s on an idle machine; this one may be busy
+    assert project.changed_files() == []
+
+
+def test_an_experiment_reruns_only_what_reads_the_setting(project: Project) -> None:
+    printed = dvc(project, "exp", "run", "-S", "train.learning_rate=1e-3")
+    assert ran(printed) == LATE
+    assert "learning_rate: 0.001" in (project.folder / "params.yaml").read_text()
+
+
+def test_a_setting_of_generate_reruns_from_there(project: Project) -> None:
+    project.restore()
+    assert ran(dvc(project, "exp", "run", "-S", "generate.max_new_tokens=20")) == FROM_GENERATE
+    assert project.metrics("reconstruct_tokens")["loss_tokens"] <= 20 * project.metrics("generate")["rows_out"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("trian.learning_rate=1", "trian"),
+        ("+train.lrr=1", "train.lrr"),
+        ("train.learning_rate=fast", "train.learning_rate"),
+    ],
+)
+def test_a_mistyped_setting_fails_at_once(project: Project, setting: str, told: str) -> None:
+    project.restore()
+    start = time.monotonic()
+    assert told in dvc(project, "exp", "run", "-S", setting, fails=True)
+    assert time.monotonic() - start < 20
+    project.restore()
+
+
+def test_push_and_pull_give_identical_bytes(project: Project) -> None:
+    project.restore()
+    dvc(project, "checkout", "--force")
+    before = outs(project)
+    assert len(before) > 12
+    dvc(project, "push")
+    shutil.rmtree(project.folder / ".dvc/cache")
+    for name in ("responses", "tokens", "hidden_states", "draft", "evaluation"):
+        shutil.rmtree(project.folder / "data" / name)
+    dvc(project, "pull")
+    assert outs(project) == before
+    assert ran(dvc(project, "repro")) == set()
+
+
+def test_a_failing_stage_leaves_git_clean_of_outs(project: Project) -> None:
+    project.restore()
+    dvc(
+        project, "exp", "run", "-S", "extract.min_head_agreement=1.0", "-S", "verifier.model=nowhere/at-all", fails=True
+    )
+    assert not [name for name in project.changed_files() if name not in {"params.yaml", "dvc.lock"}]
+    project.restore()

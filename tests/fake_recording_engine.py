@@ -1,0 +1,82 @@
+"""Stands in for the recording engine: states by a rule, no model. Imports neither torch nor vllm.
+
+The rule: token t is always followed by `following(t)`; the last state of a row is the one-hot vector of the next
+token, so that a head of one-hot rows gives exactly that. Auxiliary states are numbers that tell token and layer.
+EAGLE3_FAKE holds faults as JSON, e.g. {"die_after": 5}; every request is a line in EAGLE3_FAKE_REQUESTS.
+"""
+
+import json
+import os
+import time
+from typing import Any
+
+import numpy as np
+
+from eagle3.serving.process import ParentPipe
+from eagle3.serving.recorder import digest_ids
+
+VOCABULARY = HIDDEN = 64
+
+
+def following(token: int) -> int:
+    """The token after this one, always."""
+    return (token * 5 + 3) % VOCABULARY
+
+
+def states_of(input_ids: list[int], layers: int) -> tuple[np.ndarray, np.ndarray]:
+    """aux float32 [T, A, H] and last float32 [T, H]."""
+    last = np.eye(VOCABULARY, dtype=np.float32)[[following(token) for token in input_ids]]
+    aux = np.arange(HIDDEN, dtype=np.float32) / HIDDEN + np.array(input_ids, dtype=np.float32)[:, None, None]
+    return aux + np.arange(layers, dtype=np.float32)[None, :, None] * 100, last
+
+
+def run_engine(pipe: ParentPipe, arguments: dict[str, Any]) -> None:
+    """As connector.run_engine."""
+    faults = json.loads(os.environ.get("EAGLE3_FAKE", "{}"))
+    transfer = arguments["kv_transfer_config"]["kv_connector_extra_config"]
+    config = arguments["speculative_config"]["draft_model_config"]["hf_config"]
+    layers = len(config["eagle_aux_hidden_state_layer_ids"]) - 1
+    if "refuse" in faults:
+        raise ValueError(faults["refuse"])
+    pipe.send({"cache_tokens": 1000})
+    done = 0
+    with open(transfer["completions"], "wb", buffering=0) as completions:  # noqa: PTH123
+        while (message := pipe.receive()) is not None:
+            for input_ids, placement in message:
+                problem = "the engine read other ids" if done == faults.get("wrong_ids") else None
+                done += 1
+                _misbehave(faults, done)
+                assert digest_ids(input_ids) == placement["ids_digest"]
+                if problem is None:
+                    _write(placement, *_spoil(faults, done, *states_of(input_ids, layers)))
+                with open(os.environ["EAGLE3_FAKE_REQUESTS"], "a") as log:  # noqa: PTH123
+                    log.write(f"{placement['ids_digest']}\n")
+                line = json.dumps({"ordinal": placement["ordinal"], "problem": problem})
+                completions.write(line[:5].encode())  # lines may arrive in pieces
+                completions.write(line[5:].encode() + b"\n")
+
+
+def _misbehave(faults: dict[str, Any], done: int) -> None:
+    time.sleep(faults.get("seconds_each", 0))
+    if done == faults.get("die_after"):
+        print("SomethingError: the engine met its end", flush=True)
+        os._exit(3)
+    if done == faults.get("hang_after"):
+        time.sleep(600)
+    if done == faults.get("raise_after"):
+        raise OSError(28, "No space left on device")
+
+
+def _spoil(faults: dict[str, Any], done: int, aux: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    if done == faults.get("nan_at"):
+        aux[3, 1, 5] = np.nan
+    if faults.get("shift_from", 1 << 30) <= done:
+        last = np.roll(last, 1, axis=0)
+    return aux, last
+
+
+def _write(placement: dict[str, Any], aux: np.ndarray, last: np.ndarray) -> None:
+    file = os.open(placement["path"], os.O_WRONLY)
+    os.pwrite(file, aux.astype(np.float32).tobytes(), placement["aux_start"])
+    os.pwrite(file, last.astype(np.float32).tobytes(), placement["last_start"])
+    os.close(file)

@@ -1,0 +1,80 @@
+"""The fused attention against the obvious one."""
+
+import pytest
+import torch
+
+from eagle3.draft import attention
+from eagle3.draft.attention import CpuFlashBackend, Document, LayerMemory, PlainBackend, ttt_attention
+
+DOCUMENTS = [Document(0, 3, 10), Document(10, 10, 15), Document(15, 15, 16), Document(16, 21, 34)]
+ROWS = sum(document.end - document.first for document in DOCUMENTS)
+
+
+def dense_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, own: list[torch.Tensor], documents: list[Document]
+) -> torch.Tensor:
+    """Row by row: softmax over the step-0 keys j <= i of the document and the row's own later keys."""
+    outputs: list[torch.Tensor] = []
+    groups = query.shape[1] // key.shape[1]
+    for start, first, end in documents:
+        for row in range(first, end):
+            number = len(outputs)
+            keys = torch.cat([key[start : row + 1], *(part[number : number + 1] for part in own[::2])])
+            values = torch.cat([value[start : row + 1], *(part[number : number + 1] for part in own[1::2])])
+            keys, values = (tensor.repeat_interleave(groups, dim=1) for tensor in (keys, values))
+            scores = torch.einsum("hd,nhd->hn", query[number], keys) * query.shape[-1] ** -0.5
+            outputs.append(torch.einsum("hn,nhd->hd", scores.softmax(-1), values))
+    return torch.stack(outputs)
+
+
+def random_inputs(heads: int, kv_heads: int, size: int, steps: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(size)
+    shapes = [(ROWS, heads, size)] + [(34, kv_heads, size)] * 2 + [(ROWS, kv_heads, size)] * (2 * steps)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
+
+
+@pytest.mark.parametrize("backend", [CpuFlashBackend, PlainBackend])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(6, 2, 16), (2, 2, 8), (4, 1, 64), (3, 3, 20)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 5e-6), (torch.bfloat16, 5e-2)]
+)
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_output_and_gradients_equal_the_dense_form(
+    backend: type[attention.Backend],
+    heads: int,
+    kv_heads: int,
+    size: int,
+    dtype: torch.dtype,
+    tolerance: float,
+    steps: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attention, "choose_backend", lambda _query: backend())
+    inputs = random_inputs(heads, kv_heads, size, steps, dtype)
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    fast = ttt_attention(*inputs[:3], inputs[3:], DOCUMENTS)
+    slow = dense_attention(*exact[:3], exact[3:], DOCUMENTS)
+    weights = torch.randn(slow.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    torch.testing.assert_close(fast.double(), slow, atol=tolerance, rtol=tolerance)
+    found = torch.autograd.grad((fast * weights.to(dtype)).sum(), inputs)
+    expected = torch.autograd.grad((slow * weights).sum(), exact)
+    for gradient, reference in zip(found, expected, strict=True):
+        assert gradient.dtype == dtype
+        torch.testing.assert_close(gradient.double(), reference, atol=tolerance, rtol=tolerance)
+
+
+def test_memory_holds_the_first_keys_and_each_rows_own() -> None:
+    query, key, value, *own = random_inputs(4, 2, 16, 2, torch.float64)
+    memory = LayerMemory()
+    memory.attend(query, key, value, DOCUMENTS)
+    memory.attend(query, own[0], own[1], DOCUMENTS)
+    output = memory.attend(query, own[2], own[3], DOCUMENTS)
+    torch.testing.assert_close(output, dense_attention(query, key, value, own, DOCUMENTS))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "backend"),
+    [(torch.float32, CpuFlashBackend), (torch.bfloat16, CpuFlashBackend), (torch.half, PlainBackend)],
+)
+def test_backend_follows_the_dtype(dtype: torch.dtype, backend: type[attention.Backend]) -> None:
+    assert isinstance(attention.choose_backend(torch.zeros(1, 1, 8, dtype=dtype)), backend)

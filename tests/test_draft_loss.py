@@ -1,0 +1,87 @@
+"""The chunked loss against the eager one."""
+
+import pytest
+import torch
+
+from eagle3.draft import loss
+from eagle3.draft.loss import StepLosses, Targets, distill, verifier_choices
+
+STEPS, ROWS, TARGETS, HIDDEN, VOCAB = 3, 9, 11, 6, 17
+
+
+def eager_distill(normed: torch.Tensor, head: torch.Tensor, targets: Targets, weights: torch.Tensor) -> StepLosses:
+    """All logits at once, position by position."""
+    log_target = (targets.states @ targets.head.T).log_softmax(-1)
+    choices = log_target.argmax(-1) if targets.choices is None else targets.choices
+    sums, agreed = [], torch.zeros_like(targets.counted)
+    for step in range(len(normed)):
+        total = normed.new_zeros(())
+        for place in range(len(targets.states)):
+            if targets.counted[step, place]:
+                log_draft = (head @ normed[step, targets.source[step, place]]).log_softmax(-1)
+                total = total + (log_target[place].exp() * (log_target[place] - log_draft)).sum()
+                agreed[step, place] = log_draft.argmax() == choices[place]
+        sums.append(total)
+    kl_sums = torch.stack(sums)
+    return StepLosses((kl_sums * weights).sum(), kl_sums, agreed)
+
+
+def random_case(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, Targets, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    counted = torch.rand((STEPS, TARGETS), generator=generator) < 0.7
+    source = torch.stack([torch.randperm(TARGETS, generator=generator) % ROWS for _ in range(STEPS)])
+    targets = Targets(normal(TARGETS, HIDDEN), normal(VOCAB, HIDDEN), source, counted, None)
+    weights = torch.tensor([0.5, 0.3, 0.1], dtype=dtype)
+    return normal(STEPS, ROWS, HIDDEN).requires_grad_(), normal(VOCAB, HIDDEN).requires_grad_(), targets, weights
+
+
+@pytest.mark.parametrize("chunk", [3, 256])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_loss_agreement_and_gradients_equal_the_eager_form(
+    chunk: int, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loss, "CHUNK", chunk)
+    normed, head, targets, weights = random_case(dtype)
+    fast, slow = distill(normed, head, targets, weights, dtype), eager_distill(normed, head, targets, weights)
+    assert torch.equal(fast.agreed, slow.agreed)
+    torch.testing.assert_close(fast.kl_sums, slow.kl_sums, atol=tolerance, rtol=tolerance)
+    found = torch.autograd.grad(2 * fast.loss, [normed, head])
+    expected = torch.autograd.grad(2 * slow.loss, [normed, head])
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+
+
+def test_without_gradients_the_numbers_are_the_same() -> None:
+    normed, head, targets, weights = random_case(torch.float64)
+    with torch.no_grad():
+        plain = distill(normed, head, targets, weights, torch.float64)
+    assert torch.equal(plain.kl_sums, distill(normed, head, targets, weights, torch.float64).kl_sums)
+    assert not plain.loss.requires_grad
+
+
+def test_nothing_counted_is_a_loss_of_zero() -> None:
+    normed, head, targets, weights = random_case(torch.float32)
+    empty = Targets(targets.states, targets.head, targets.source, torch.zeros_like(targets.counted), None)
+    result = distill(normed, head, empty, weights, torch.float32)
+    result.loss.backward()
+    assert result.loss.item() == 0 and not normed.grad.any() and not result.agreed.any()
+
+
+def test_a_choice_outside_the_draft_vocabulary_is_a_miss() -> None:
+    normed, head, targets, weights = random_case(torch.float64)
+    best = torch.stack([(head @ row).argmax() for row in normed[0]])[targets.source[0]]
+    hit = Targets(targets.states, targets.head, targets.source, targets.counted, best)
+    assert torch.equal(distill(normed, head, hit, weights, torch.float64).agreed[0], targets.counted[0])
+    outside = Targets(targets.states, targets.head, targets.source, targets.counted, torch.full_like(best, -1))
+    assert not distill(normed, head, outside, weights, torch.float64).agreed.any()
+
+
+def test_choices_are_over_the_full_vocabulary() -> None:
+    lm_head = torch.eye(5)
+    draft_ids = torch.tensor([-1, 0, -1, 1, -1])
+    states = torch.eye(5)[[1, 3, 4, 0]]
+    assert verifier_choices(states, lm_head, draft_ids).tolist() == [0, 1, -1, -1]
+    assert verifier_choices(states[:0], lm_head, draft_ids).tolist() == []
