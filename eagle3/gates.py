@@ -16,7 +16,7 @@ from eagle3.shards import Sample, Shard
 from eagle3.verifier import HeadWeights
 
 CHUNK_ROWS = 4096
-ROWS_PER_SAMPLE = 16  # generated positions that the head gate reads of a chosen sample
+ROWS_PER_SAMPLE = 8  # generated positions that the head gate reads of a chosen sample
 HEAD_ROWS = 512  # rows that go through the head at once
 TOP = 20  # a sampled token should be among so many of the most likely ones
 MIN_SAMPLE_ROWS = 8  # a sample is judged on its own only by so many rows

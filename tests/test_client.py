@@ -259,7 +259,7 @@ def test_a_run_in_which_everything_fails_ends_early() -> None:
     texts = [f"q{i}" for i in range(500)]
     with (
         FaultyServer(lambda _t, _n: Fault(status=400, message="bad switch")) as server,
-        pytest.raises(ValueError, match=r"the last 33 requests all failed.*HTTP 400.*bad switch"),
+        pytest.raises(ValueError, match=r"the last \d+ requests all failed.*HTTP 400.*bad switch"),
     ):
         ask([server.url], texts)
     assert len(server.asked) < 60
@@ -391,7 +391,7 @@ def test_addresses() -> None:
 
 
 def test_g11_one_slow_row_among_many_holds_nothing_up_and_memory_stays() -> None:
-    texts = [f"q{i}" for i in range(4000)]
+    texts = [f"q{i}" for i in range(1500)]
     order: list[str] = []
 
     async def main() -> None:
@@ -413,7 +413,7 @@ def test_g11_one_slow_row_among_many_holds_nothing_up_and_memory_stays() -> None
         tracemalloc.stop()
     assert sorted(order) == sorted(texts)
     assert order.index("q0") > 100
-    assert peak < 16 << 20
+    assert peak < 8 << 20
 
 
 class Forgetful(list[Any]):

@@ -191,7 +191,7 @@ def rotated(heads: torch.Tensor, position: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 2e-6), (torch.float32, 2e-4)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-5), (torch.float32, 2e-4)])
 def test_loss_agreement_and_gradients_equal_the_slow_form(form: str, dtype: torch.dtype, tolerance: float) -> None:
     teacher = make_teacher(dtype)
     draft, samples = make_draft(FORMS[form], teacher, dtype), make_samples(MASKS, dtype)

@@ -368,8 +368,8 @@ def test_equal_samples_twice(run: Run, rows: list[Row]) -> None:
 def test_killed_midway_and_run_again(run: Run, rows: list[Row]) -> None:
     write_tokens(run.folder / "tokens", rows)
     write_identity(IDENTITY, run.folder / "verifier.json")
-    code = f"import sys; from eagle3.serving import recorder; from stages.extract import extract; from pathlib import Path;"
-    code += f"recorder.ENGINE = {FAKE!r}; extract(*map(Path, sys.argv[1:]))"
+    code = "import sys; from pathlib import Path; from eagle3.serving import recorder; "
+    code += f"from stages.extract import extract; recorder.ENGINE = {FAKE!r}; extract(*map(Path, sys.argv[1:]))"
     environment = os.environ | {"EAGLE3_FAKE": json.dumps({"seconds_each": 0.05}), "PYTHONPATH": str(PROJECT)}
     stage = subprocess.Popen([sys.executable, "-c", code, *map(str, run.arguments())], env=environment)
     deadline = time.monotonic() + 60

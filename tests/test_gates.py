@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from eagle3.gates import Agreement, Problem, check_shard, head_agreement, row_faults
+from eagle3.gates import HEAD_ROWS, ROWS_PER_SAMPLE, Agreement, Problem, check_shard, head_agreement, row_faults
 from eagle3.hidden_states import require_agreement
 from eagle3.params import ExtractParams
 from eagle3.shards import Sample, Shard, open_shard, write_shard
@@ -42,6 +42,12 @@ def samples(head: HeadWeights) -> list[Sample]:
     return [explained_sample(head, seed) for seed in range(SAMPLES)]
 
 
+@pytest.fixture
+def states(tmp_path: Path, samples: list[Sample], head: HeadWeights) -> tuple[Path, list[Sample], HeadWeights]:
+    """A folder, right samples, and the head that explains them."""
+    return tmp_path, samples, head
+
+
 def shard_of(folder: Path, samples: list[Sample]) -> Shard:
     write_shard(folder / "a.safetensors", samples, metadata("float32"))
     return open_shard(folder / "a.safetensors")
@@ -69,7 +75,7 @@ def test_right_states_pass(tmp_path: Path, samples: list[Sample], head: HeadWeig
     problems, agreement = check(tmp_path, samples, head)
     assert problems == {}
     assert agreement.share == 1
-    assert agreement.rows == SAMPLES * 16
+    assert agreement.rows == SAMPLES * ROWS_PER_SAMPLE
     require_agreement("k", problems, agreement, extract_params(0.95))
 
 
@@ -79,12 +85,13 @@ def test_right_states_pass(tmp_path: Path, samples: list[Sample], head: HeadWeig
 )
 @pytest.mark.parametrize("layer", [0, 2, 3])
 def test_a_bad_row_in_any_layer_is_quarantined_and_named(
-    tmp_path: Path, samples: list[Sample], head: HeadWeights, value: float, reason: str, layer: int
+    states: tuple[Path, list[Sample], HeadWeights], value: float, reason: str, layer: int
 ) -> None:
+    tmp_path, samples, head = states
     bad = samples[4]
-    states = bad.last_hidden_states if layer == 3 else bad.aux_hidden_states
+    rows = bad.last_hidden_states if layer == 3 else bad.aux_hidden_states
     start = 0 if layer == 3 else layer * HIDDEN
-    states[17, start : start + HIDDEN] = value
+    rows[17, start : start + HIDDEN] = value
     problems, _ = check(tmp_path, samples, head)
     name = "the last layer" if layer == 3 else f"layer {LAYER_IDS[layer]}"
     assert problems == {4: Problem(reason, f"token 17, {name}")}
@@ -172,7 +179,7 @@ def test_nothing_generated_means_nothing_to_say(tmp_path: Path, samples: list[Sa
 
 
 def test_more_rows_than_one_pass_of_the_head(head: HeadWeights) -> None:
-    many = [(explained_sample(head, seed), True) for seed in range(70)]
-    assert len(many) * 16 > 1024
+    many = [(explained_sample(head, seed), True) for seed in range(140)]
+    assert len(many) * ROWS_PER_SAMPLE > 2 * HEAD_ROWS
     found = head_agreement(many, head)
-    assert [agreement.hits for agreement in found] == [16.0] * 70
+    assert [agreement.hits for agreement in found] == [float(ROWS_PER_SAMPLE)] * 140

@@ -61,7 +61,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        self._group = _hidden_state_group(kv_cache_config)
+        self._group = hidden_state_group(kv_cache_config)
         self._block_size = kv_cache_config.kv_cache_groups[self._group].kv_cache_spec.block_size
         self._finished: list[FinishedRequest] = []
         self._writer: StateWriter | None = None
@@ -130,8 +130,8 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         pass
 
 
-def _hidden_state_group(config: KVCacheConfig) -> int:
-    """Number of the KV cache group whose blocks hold the states: its own, or the only one."""
+def hidden_state_group(config: KVCacheConfig) -> int:
+    """Number of the KV cache group whose blocks hold the states: their own, or the only one. ValueError if neither."""
     specs = [group.kv_cache_spec for group in config.kv_cache_groups]
     found = [number for number, spec in enumerate(specs) if isinstance(spec, HiddenStateCacheSpec)]
     if not found and len(specs) == 1:

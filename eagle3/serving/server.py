@@ -3,6 +3,7 @@
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -12,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from eagle3.console import say
+from eagle3.console import say, visible
 from eagle3.params import EngineParams, VerifierParams
 from eagle3.serving.engine import engine_arguments, engine_environment
 from eagle3.serving.process import PROJECT, last_words
@@ -21,6 +22,11 @@ HOST = "127.0.0.1"
 GRACE_S = 15
 NEWS_EVERY_S = 15
 POLL_S = 0.5
+LOG_TAIL_BYTES = 1 << 18
+LOG_PREFIX = re.compile(
+    r"^(\x1b\[[0-9;]*m)*(\(\w+ pid=\d+\))?(\x1b\[[0-9;]*m)*\s*([A-Z]+ [\d-]+ [\d:]+ \[[^\]]*\]\s?)?"
+)
+EXCEPTION = re.compile(r"^[\w.]*(Error|Exception|Interrupt|Exit)(:|$)")
 KEYS = ("VLLM_API_KEY", "EAGLE3_API_KEY")  # variables that the server must not see: ours asks for no key
 
 
@@ -123,7 +129,7 @@ class LocalServer:
             connection.close()
 
     def _error(self, what: str) -> ValueError:
-        said = last_words(self.log_path)
+        said = server_words(self.log_path)
         return ValueError(f"the vLLM server {what}; log: {self.log_path}" + (f"; it says: {said}" if said else ""))
 
 
@@ -140,6 +146,18 @@ def server_command(verifier: VerifierParams, engine: EngineParams, folder: Path,
     for name, value in arguments.items():
         command += _option(name.replace("_", "-"), value)
     return command
+
+
+def server_words(log_path: Path) -> str:
+    """What a vLLM log says went wrong: the last exception that is a cause, and the line behind it. Escaped, one line."""
+    with log_path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
+        lines = [LOG_PREFIX.sub("", line).strip() for line in file.read().decode(errors="replace").splitlines()]
+    causes = [i for i, line in enumerate(lines) if EXCEPTION.match(line) and "root cause" not in line]
+    if not causes:
+        return last_words(log_path)
+    said = [line for line in lines[causes[-1] : causes[-1] + 2] if line and not line.startswith(("Traceback", "File "))]
+    return " ".join(visible(line, 400) for line in said)
 
 
 def _option(name: str, value: Any) -> list[str]:

@@ -1,0 +1,285 @@
+"""Recording with a real vLLM on a tiny verifier: values, a full KV cache, chunks, kill and resume, errors."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from eagle3.gates import check_shard
+from eagle3.hidden_states import require_agreement
+from eagle3.params import Params
+from eagle3.schemas import STATES
+from eagle3.serving.connector import FinishedRequest, StateWriter, hidden_state_group
+from eagle3.serving.recorder import Placement, digest_ids
+from eagle3.shards import Sample, open_shard, write_shard
+from eagle3.tables import Row, read_table
+from eagle3.verifier import load_head
+from stages.extract import extract
+from tests.tiny_verifiers import build_tiny_verifier
+from tests.token_tables import (
+    PROJECT,
+    greedy_samples,
+    token_row,
+    write_params,
+    write_tokens,
+    write_verifier_json,
+)
+
+pytestmark = pytest.mark.slow
+AUX = [2, 4, 5]
+FILES = ("tokens", "verifier.json", "hidden_states", "metrics.json", "params.yaml")
+
+
+@dataclass
+class Recording:
+    """A finished run of the stage, killed once on its way."""
+
+    folder: Path
+    verifier: Path
+    rows: list[Row]
+    params: Params
+    kept: dict[str, int]  # shards finished before the kill, with times of modification
+    orphans: list[psutil.Process]
+
+    @property
+    def work(self) -> Path:
+        return self.folder / "work"
+
+    def index(self) -> list[Row]:
+        return list(read_table(self.folder / "hidden_states" / "index.parquet", STATES))
+
+    def sample(self, entry: Row) -> Sample:
+        return open_shard(self.folder / "hidden_states" / entry["shard"]).sample(entry["position"])
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Recording:
+    """70 samples; the KV cache holds 10 blocks of 128 tokens, a step reads at most 48 tokens."""
+    folder = tmp_path_factory.mktemp("recording")
+    verifier = build_tiny_verifier(folder / "verifier", tied=False)
+    _vary_norm(verifier)
+    params = write_params(
+        folder / "params.yaml",
+        verifier,
+        verifier__aux_layer_ids=AUX,
+        engine__cpu_kv_cache_gib=0.008,
+        engine__max_num_seqs=8,
+        engine__max_num_batched_tokens=48,
+        extract__shard_min_mib=0.3,
+        extract__shard_max_mib=0.9,
+        extract__max_pending_mib=0.3,
+    )
+    write_verifier_json(folder / "verifier.json", params)
+    choice = random.Random(0)
+    lengths = [(choice.randrange(5, 60), choice.randrange(4, 90)) for _ in range(69)] + [(150, 106)]
+    rows = [token_row(ids, prompt) for ids, (prompt, _) in zip(greedy_samples(verifier, lengths), lengths, strict=True)]
+    write_tokens(folder / "tokens", rows)
+    kept, orphans = _kill_midway(folder)
+    environment = os.environ | {"EAGLE3_WORK_DIR": str(folder / "work")}
+    command = [sys.executable, "-m", "stages.extract", *(str(folder / name) for name in FILES)]
+    subprocess.run(command, env=environment, cwd=PROJECT, check=True, timeout=300)
+    return Recording(folder, verifier, rows, params, kept, orphans)
+
+
+def _vary_norm(verifier: Path) -> None:
+    """Random final norm: with all ones, states before and after it would give the same tokens."""
+    model = AutoModelForCausalLM.from_pretrained(verifier, dtype="auto")
+    torch.manual_seed(3)
+    model.model.norm.weight.data.uniform_(0.1, 3)
+    model.save_pretrained(verifier)
+
+
+def _kill_midway(folder: Path) -> tuple[dict[str, int], list[psutil.Process]]:
+    """Start the stage, kill -9 it when two shards are done; the shards, and processes that outlived it."""
+    environment = os.environ | {"EAGLE3_WORK_DIR": str(folder / "work")}
+    command = [sys.executable, "-m", "stages.extract", *(str(folder / name) for name in FILES)]
+    stage = subprocess.Popen(command, env=environment, cwd=PROJECT)
+    deadline = time.monotonic() + 300
+    while len(list((folder / "work/extract").glob("*.json"))) < 2 and time.monotonic() < deadline:
+        assert stage.poll() is None
+        time.sleep(0.01)
+    children = psutil.Process(stage.pid).children(recursive=True)
+    stage.send_signal(signal.SIGKILL)
+    stage.wait()
+    _, orphans = psutil.wait_procs(children, 10)
+    shards = (folder / "work/extract").glob("*.safetensors")
+    return {path.name: path.stat().st_mtime_ns for path in shards}, orphans
+
+
+def test_a_killed_stage_leaves_no_process_and_loses_no_shard(recording: Recording) -> None:
+    assert recording.orphans == []
+    metrics = json.loads((recording.folder / "metrics.json").read_text())
+    assert 2 <= metrics["shards_reused"] < metrics["shards"]
+    for name, modified in recording.kept.items():
+        assert (recording.work / "extract" / name).stat().st_mtime_ns == modified
+    assert not list((recording.work / "extract").glob("*.partial"))
+
+
+def test_every_row_is_recorded_with_more_tokens_than_the_cache_holds(recording: Recording) -> None:
+    log = (recording.work / "logs" / "extract.log").read_text()
+    cache = int(log.split("GPU KV cache size: ")[1].split(" tokens")[0].replace(",", ""))
+    assert sum(row["length"] for row in recording.rows) > 2 * cache
+    assert [row["sample_id"] for row in recording.index()] == [row["sample_id"] for row in recording.rows]
+
+
+def test_states_are_those_of_transformers(recording: Recording) -> None:
+    """Values, order of layers, and the last state before the final norm; the engine read these rows in chunks."""
+    model = AutoModelForCausalLM.from_pretrained(recording.verifier, dtype="auto")
+    before_norm: list[torch.Tensor] = []
+    model.model.norm.register_forward_pre_hook(lambda _, inputs: before_norm.append(inputs[0][0]))
+    for entry, row in zip(recording.index(), recording.rows, strict=True):
+        sample = recording.sample(entry)
+        before_norm.clear()
+        with torch.inference_mode():
+            expected = model(torch.tensor([row["input_ids"]]), output_hidden_states=True).hidden_states
+        aux = torch.cat([expected[layer][0] for layer in AUX], dim=1)
+        assert sample.input_ids.tolist() == row["input_ids"]
+        torch.testing.assert_close(sample.aux_hidden_states, aux, atol=2e-4, rtol=1e-4)
+        torch.testing.assert_close(sample.last_hidden_states, before_norm[0], atol=2e-4, rtol=1e-4)
+
+
+def test_the_gates_fail_for_tampered_states(recording: Recording, tmp_path: Path) -> None:
+    head = load_head(recording.verifier)
+    entries = [entry for entry in recording.index() if entry["loss_tokens"] >= 20][:12]
+    right = [recording.sample(entry) for entry in entries]
+    metadata = open_shard(recording.folder / "hidden_states" / entries[0]["shard"]).metadata
+
+    def judge(change: str) -> set[int]:
+        write_shard(tmp_path / "x", [_tampered(sample, change, head.norm) for sample in right], metadata)
+        if change == "swap":
+            write_shard(tmp_path / "x", [_with_states(right[0], right[1]), _with_states(right[1], right[0])], metadata)
+        shard = open_shard(tmp_path / "x")
+        problems, agreement = check_shard(shard, [True] * len(shard), AUX, head, 12)
+        require_agreement("x", problems, agreement, recording.params.extract)
+        return set(problems)
+
+    assert judge("nothing") == set()
+    for change in ("shift", "layer", "norm", "swap"):
+        with pytest.raises(ValueError, match=r"verifier's head gives .*worst samples: 0 \("):
+            judge(change)
+
+
+def _tampered(sample: Sample, change: str, norm: torch.Tensor) -> Sample:
+    last = sample.last_hidden_states
+    match change:
+        case "shift":
+            last = last.roll(1, 0)
+        case "layer":
+            last = sample.aux_hidden_states[:, -last.shape[1] :].contiguous()
+        case "norm":
+            last = last * last.square().mean(-1, keepdim=True).rsqrt() * norm
+    return Sample(sample.input_ids, sample.loss_mask, sample.aux_hidden_states, last)
+
+
+def _with_states(sample: Sample, other: Sample) -> Sample:
+    """The sample's ids over the other's states, both cut to the shorter length."""
+    length = min(len(sample.input_ids), len(other.input_ids))
+    return Sample(
+        sample.input_ids[-length:],
+        sample.loss_mask[-length:],
+        other.aux_hidden_states[-length:].contiguous(),
+        other.last_hidden_states[-length:].contiguous(),
+    )
+
+
+def test_a_cache_too_small_for_one_sample_is_refused_at_the_start(recording: Recording, tmp_path: Path) -> None:
+    write_params(tmp_path / "params.yaml", recording.verifier, engine__cpu_kv_cache_gib=0.0005)
+    outs = [tmp_path / "hidden_states", tmp_path / "metrics.json", tmp_path / "params.yaml"]
+    with pytest.raises(ValueError, match=r"recording engine: failed: .*KV cache.*; log: .*extract\.log"):
+        extract(recording.folder / "tokens", recording.folder / "verifier.json", *outs)
+    assert not psutil.Process().children(recursive=True)
+
+
+def test_a_folder_without_weights_is_named_before_any_engine_starts(recording: Recording, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    write_params(tmp_path / "params.yaml", tmp_path / "empty")
+    outs = [tmp_path / "hidden_states", tmp_path / "metrics.json", tmp_path / "params.yaml"]
+    with pytest.raises(ValueError, match=r"empty: weights not readable"):
+        extract(recording.folder / "tokens", recording.folder / "verifier.json", *outs)
+
+
+BLOCKS, LAYERS, BLOCK, HIDDEN = 6, 4, 8, 16
+
+
+class Writer:
+    """A StateWriter over a cache of random rows, writing to one file."""
+
+    def __init__(self, folder: Path, path: Path, max_pending_bytes: int):
+        fifo = folder / "fifo"
+        os.mkfifo(fifo)
+        self.reader = os.open(fifo, os.O_RDWR | os.O_NONBLOCK)
+        self.cache = torch.randn(BLOCKS, LAYERS, BLOCK, HIDDEN).bfloat16()
+        self.path = path
+        self.writer = StateWriter(self.cache, str(fifo), max_pending_bytes)
+
+    def request(self, ordinal: int, blocks: list[int], length: int, problem: str | None = None) -> FinishedRequest:
+        row = HIDDEN * 2
+        start = ordinal * 1000 * row
+        placement = Placement(ordinal, str(self.path), start, start + length * 3 * row, length, digest_ids([]))
+        return FinishedRequest(f"request {ordinal}", placement, blocks, problem)
+
+    def advance_until(self, count: int) -> set[str]:
+        freed: set[str] = set()
+        deadline = time.monotonic() + 10
+        while len(freed) < count and time.monotonic() < deadline:
+            freed |= self.writer.advance()
+        return freed
+
+    def told(self) -> list[dict[str, object]]:
+        self.writer.close()
+        return [json.loads(line) for line in os.read(self.reader, 1 << 16).splitlines()]
+
+
+def test_writer_gathers_rows_through_the_block_table(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    made = Writer(tmp_path, tmp_path / "file", 1 << 20)
+    made.writer.accept([made.request(0, [4, 1, 3], 19), made.request(1, [2], 8), made.request(2, [5], 3, "other ids")])
+    assert made.advance_until(3) == {"request 0", "request 1", "request 2"}
+    assert sorted((line["ordinal"], line["problem"]) for line in made.told()) == [
+        (0, None),
+        (1, None),
+        (2, "other ids"),
+    ]
+    data = (tmp_path / "file").read_bytes()
+    aux = torch.frombuffer(bytearray(data[: 19 * 3 * HIDDEN * 2]), dtype=torch.bfloat16).view(19, 3, HIDDEN)
+    last = torch.frombuffer(bytearray(data[19 * 3 * HIDDEN * 2 :][: 19 * HIDDEN * 2]), dtype=torch.bfloat16)
+    for token in range(19):
+        block, slot = [4, 1, 3][token // BLOCK], token % BLOCK
+        assert torch.equal(aux[token], made.cache[block, :3, slot])
+        assert torch.equal(last.view(19, HIDDEN)[token], made.cache[block, 3, slot])
+
+
+def test_writer_holds_blocks_back_when_the_disk_is_slow(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "stuck")  # opening it for writing waits for a reader: a disk that does not answer
+    made = Writer(tmp_path, tmp_path / "stuck", 8 * LAYERS * HIDDEN * 2)
+    made.writer.accept([made.request(n, [n], 8) for n in range(3)])
+    assert made.writer.advance() == {"request 0"}
+    assert made.writer.advance() == set()
+    assert made.writer._pending == 8 * LAYERS * HIDDEN * 2
+    os.close(os.open(tmp_path / "stuck", os.O_RDONLY | os.O_NONBLOCK))  # let go: it fails, as a broken disk would
+    with pytest.raises(OSError, match=r"."):
+        made.advance_until(3)
+    made.writer.close()
+
+
+def test_writer_raises_what_the_disk_said(tmp_path: Path) -> None:
+    made = Writer(tmp_path, Path("/dev/full"), 1 << 20)
+    made.writer.accept([made.request(0, [0], 8)])
+    with pytest.raises(OSError, match="No space left"):
+        made.advance_until(2)
+
+
+def test_states_need_a_group_of_the_cache() -> None:
+    with pytest.raises(ValueError, match="no KV cache group"):
+        hidden_state_group(KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[]))
