@@ -7,13 +7,15 @@ side of the final norm, shifted rows and swapped samples alike.
 Letters: T tokens, L layers (auxiliary ones and the last), H hidden size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from eagle3.shards import Sample, Shard
 from eagle3.verifier import HeadWeights
+
+Score = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 CHUNK_ROWS = 4096
 ROWS_PER_SAMPLE = 8  # generated positions that the head gate reads of a chosen sample
@@ -82,20 +84,26 @@ def head_agreement(samples: Sequence[tuple[Sample, bool]], head: HeadWeights) ->
     Greedy samples count an argmax that is the token. Sampled ones count a token among the TOP most likely, and expect
     as many as the verifier's own distribution puts there. Row t speaks for token t + 1.
     """
-    chosen = [_evenly(sample.loss_mask[1:].nonzero().flatten(), ROWS_PER_SAMPLE) for sample, _ in samples]
-    states = [sample.last_hidden_states[rows] for (sample, _), rows in zip(samples, chosen, strict=True)]
-    targets = [sample.input_ids[rows + 1].long() for (sample, _), rows in zip(samples, chosen, strict=True)]
-    lengths = [len(rows) for rows in chosen]
-    scored = [_score(head.logits(part), aims) for part, aims in zip(*map(_head_chunks, (states, targets)), strict=True)]
-    if not scored:
-        return [Agreement() for _ in samples]
-    first, among, mass = (torch.split(torch.cat(column), lengths) for column in zip(*scored, strict=True))
-    return [
-        Agreement(float(first[i].sum()), float(lengths[i]), lengths[i])
-        if greedy
-        else Agreement(float(among[i].sum()), float(mass[i].sum()), lengths[i])
-        for i, (_, greedy) in enumerate(samples)
+    found: dict[int, Agreement] = {}
+    for kind, score in ((True, _score_greedy), (False, _score_sampled)):
+        numbers = [number for number, (_, greedy) in enumerate(samples) if greedy == kind]
+        found |= zip(numbers, _agreements([samples[number][0] for number in numbers], head, score), strict=True)
+    return [found[number] for number in range(len(samples))]
+
+
+def _agreements(samples: Sequence[Sample], head: HeadWeights, score: Score) -> list[Agreement]:
+    if not samples:
+        return []
+    chosen = [_evenly(sample.loss_mask[1:].nonzero().flatten(), ROWS_PER_SAMPLE) for sample in samples]
+    states = torch.cat([sample.last_hidden_states[rows] for sample, rows in zip(samples, chosen, strict=True)])
+    targets = torch.cat([sample.input_ids[rows + 1].long() for sample, rows in zip(samples, chosen, strict=True)])
+    scored = [
+        score(head.logits(part), aims)
+        for part, aims in zip(torch.split(states, HEAD_ROWS), torch.split(targets, HEAD_ROWS), strict=True)
     ]
+    lengths = [len(rows) for rows in chosen]
+    hits, expected = (torch.split(torch.cat(column), lengths) for column in zip(*scored, strict=True))
+    return [Agreement(float(hits[i].sum()), float(expected[i].sum()), lengths[i]) for i in range(len(samples))]
 
 
 def check_shard(
@@ -113,17 +121,17 @@ def check_shard(
     return problems, sum(agreements, Agreement())
 
 
-def _score(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Per row [T]: target is the argmax; target is among the TOP; probability of the TOP together."""
+def _score_greedy(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hit and expected hit of each row: the target is the argmax, and should be."""
+    hits = (logits.argmax(1) == targets).float()
+    return hits, torch.ones_like(hits)
+
+
+def _score_sampled(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hit and expected hit of each row: the target is among the TOP, and is so with their common probability."""
     top = logits.topk(min(TOP, logits.shape[1]), dim=1)
-    found = top.indices == targets.unsqueeze(1)
     mass = (top.values - logits.logsumexp(1, keepdim=True)).exp().sum(1)
-    return found[:, 0], found.any(1), mass
-
-
-def _head_chunks(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    rows = torch.cat(tensors) if tensors else torch.empty(0)
-    return list(torch.split(rows, HEAD_ROWS)) if len(rows) else []
+    return (top.indices == targets.unsqueeze(1)).any(1).float(), mass
 
 
 def _evenly(values: torch.Tensor, count: int) -> torch.Tensor:

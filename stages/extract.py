@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 from eagle3.console import Progress, run_stage, say
 from eagle3.hidden_states import (
     OpenShard,
@@ -23,6 +25,7 @@ from eagle3.hidden_states import (
     write_hidden_states,
 )
 from eagle3.params import Params, load_params
+from eagle3.serving.engine import runs_on_cpu
 from eagle3.serving.recorder import StateRecorder
 from eagle3.tables import Account, write_metrics
 from eagle3.verifier import VerifierIdentity, load_head, locate_verifier, read_identity
@@ -71,6 +74,8 @@ def record(
         max_pending_mib=params.extract.max_pending_mib,
         stall_timeout_s=params.extract.stall_timeout_s,
     )
+    if runs_on_cpu():
+        torch.set_num_threads(1)  # the engine has all cores; gates that spin on them would slow it down
     say("extract: starting the engine")
     with recorder, Progress("extract", total, "tokens") as progress:
         started = time.monotonic()

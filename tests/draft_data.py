@@ -1,4 +1,4 @@
-"""Hidden-state folders for the draft's tests, with a small verifier's real states: as the stage `extract` writes them."""
+"""Hidden-state folders for the draft's tests, with a small verifier's real states, as `extract` writes them."""
 
 import hashlib
 import json

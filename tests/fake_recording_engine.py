@@ -5,6 +5,7 @@ token, so that a head of one-hot rows gives exactly that. Auxiliary states are n
 EAGLE3_FAKE holds faults as JSON, e.g. {"die_after": 5}; every request is a line in EAGLE3_FAKE_REQUESTS.
 """
 
+import hashlib
 import json
 import os
 import time
@@ -13,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from eagle3.serving.process import ParentPipe
-from eagle3.serving.recorder import digest_ids
 
 VOCABULARY = HIDDEN = 64
 
@@ -46,7 +46,7 @@ def run_engine(pipe: ParentPipe, arguments: dict[str, Any]) -> None:
                 problem = "the engine read other ids" if done == faults.get("wrong_ids") else None
                 done += 1
                 _misbehave(faults, done)
-                assert digest_ids(input_ids) == placement["ids_digest"]
+                assert hashlib.sha256(np.array(input_ids, dtype="<i4").tobytes()).hexdigest() == placement["ids_digest"]
                 if problem is None:
                     _write(placement, *_spoil(faults, done, *states_of(input_ids, layers)))
                 with open(os.environ["EAGLE3_FAKE_REQUESTS"], "a") as log:  # noqa: PTH123

@@ -51,6 +51,8 @@ class FaultyServer:
     version: str = "9.9.9"
     extraction: bool = False
     with_ids: bool = True
+    cache_tokens: int | None = None  # as told by /metrics; null = there is no /metrics
+    tokens: float = 0.0  # generated so far, as told there
     caps_silently: bool = False  # answers with less than max_tokens where the context ends, instead of HTTP 400
     asked: Counter[str] = field(default_factory=Counter)
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -86,6 +88,8 @@ class FaultyServer:
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/version", self._version)
         app.router.add_post("/v1/chat/completions", self._chat)
+        if self.cache_tokens is not None:
+            app.router.add_get("/metrics", self._metrics)
         if self.has_tokenize:
             app.router.add_post("/tokenize", self._tokenize)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
@@ -102,6 +106,10 @@ class FaultyServer:
 
     async def _version(self, _: web.Request) -> web.Response:
         return web.json_response({"version": self.version})
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        cache = f'vllm:cache_config_info{{block_size="16",kv_cache_size_tokens="{self.cache_tokens}"}} 1.0'
+        return web.Response(text=f'{cache}\nvllm:generation_tokens_total{{engine="0"}} {self.tokens}\n')
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         messages = (await request.json())["messages"]

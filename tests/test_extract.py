@@ -1,5 +1,6 @@
 """The stage `extract` against a fake engine: bookkeeping, resumption, damage, faults of the engine and of the disk."""
 
+import errno
 import json
 import os
 import random
@@ -344,6 +345,19 @@ def test_an_engine_that_does_not_start_says_why(run: Run, rows: list[Row]) -> No
 def test_a_full_disk_inside_the_engine(run: Run, rows: list[Row]) -> None:
     with pytest.raises(ValueError, match="No space left on device"):
         run.extract(rows, raise_after=10)
+
+
+def test_a_full_disk_before_a_shard_is_begun(run: Run, rows: list[Row], monkeypatch: pytest.MonkeyPatch) -> None:
+    def reserve(descriptor: int, start: int, size: int) -> None:
+        if len(list(run.work.glob("*.partial"))) == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", reserve)
+    with pytest.raises(ValueError, match=r"No space left on device while reserving [\d,]+ bytes; free some room"):
+        run.extract(rows, seconds_each=0.01)
+    assert not run.out.exists()
+    assert not list(run.work.glob("*.partial"))
+    monkeypatch.undo()
 
 
 def test_bytes_are_counted_before_the_engine_starts(run: Run, rows: list[Row], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,7 +167,7 @@ def test_few_generated_tokens_do_not_condemn_a_sample(tmp_path: Path, samples: l
     samples[2].input_ids[-2:] = 0
     problems, agreement = check(tmp_path, samples, head)
     assert problems == {}
-    assert agreement.share > 0.98
+    assert agreement.share > 0.97
 
 
 def test_nothing_generated_means_nothing_to_say(tmp_path: Path, samples: list[Sample], head: HeadWeights) -> None:

@@ -53,7 +53,7 @@ def gone(pid: int, within_s: float = 10) -> bool:
 
 
 def children() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
+    return list(psutil.Process().children(recursive=True))
 
 
 def test_up_and_down_with_the_engine_that_ignores_sigterm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ def greedy_samples(
     model = AutoModelForCausalLM.from_pretrained(verifier, dtype="auto")
     choice = random.Random(seed)
     torch.manual_seed(seed)
+    torch.set_num_threads(1)  # the models are tiny; threads that wait for each other on a busy machine take minutes
     samples = []
     for prompt, answer in lengths:
         ids = [choice.randrange(3, vocabulary) for _ in range(prompt)]

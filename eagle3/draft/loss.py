@@ -1,7 +1,8 @@
 """Loss and agreement of all steps: KL divergence from the verifier to the draft over the draft vocabulary.
 
 Verifier targets are computed once and serve every step; logits exist for one chunk of rows at a time, and their
-gradient is taken in the forward pass, so memory does not grow with rows times vocabulary. The tests have the eager form.
+gradient is taken in the forward pass, so memory does not grow with rows times vocabulary. The tests have the eager
+form.
 
 Letters: K steps, R query rows, U target rows, H hidden size, D draft vocabulary, V verifier vocabulary.
 """

@@ -205,7 +205,7 @@ class Trainer:
         score = empty_score(len(self.decay))
         for batch in batches:
             loss, part = score_batch(self.draft, batch, self.teacher, weights, None)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             score.add(part)
         norm = torch.nn.utils.clip_grad_norm_(self.trained.values(), self.params.max_gradient_norm)
         loss_value = score.loss(self.params.ttt_loss_decay)

@@ -30,14 +30,17 @@ from eagle3.serving.answers import Answer, BadAnswerError, Limits, Question, Ref
 API_KEY_VARIABLE = "EAGLE3_API_KEY"
 KEEP_ALIVE_S = 4  # below the 5 s after which vLLM's server closes an idle connection
 CONNECT_S = 60
+SUSPENDED_S = 10  # a tick of the watchdog that takes longer means a suspended process, not a stalled server
 SLOWEST_TOKENS_PER_S = 20  # of one endpoint, all requests together; what timeouts allow for
 BACKOFF_S, LONGEST_BACKOFF_S = 1.0, 30.0
 TRANSIENT = {408, 409, 425, 429, 500, 502, 503, 504, 507, 529}
 FATAL = {401, 403, 404, 405}
 CONTEXT_ERROR = re.compile(r"context length|model length|max_tokens|max_completion_tokens|too long|input tokens", re.I)
 TOKEN_COUNTER = re.compile(r"^vllm:(?:generation|prompt)_tokens_total(?:\{[^}]*\})? (\S+)$", re.M)
+CACHE_SIZE = re.compile(r'^vllm:cache_config_info\{.*\bkv_cache_size_tokens="(\d+)"', re.M)
 BROKEN = (aiohttp.ClientError, TimeoutError, OSError, ValueError)
 
+HELLO = [{"role": "user", "content": "Hi"}]
 NO_ROOM = "no room"
 TOO_LONG = "prompt too long"
 THINKING_SWITCHES = ("enable_thinking", "thinking")
@@ -116,7 +119,7 @@ class Client:
     backoff_s: float = BACKOFF_S
     tally: Tally = field(default_factory=Tally)
     endpoints: list[Endpoint] = field(default_factory=list)
-    template_tokens: int = 0  # of a prompt around its messages, about
+    hello_ids: list[int] = field(default_factory=list)  # the prompt ids of HELLO, from the server asked last
     counts_tokens: bool = True  # the servers have /tokenize
     _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
 
@@ -163,6 +166,12 @@ class Client:
             raise ValueError(
                 f"{endpoint.url}: max_model_len is {longest}, verifier.max_model_len is {needed}; make them agree"
             )
+        held = CACHE_SIZE.search(await self._metrics(endpoint))
+        if held and int(held[1]) < needed:
+            raise ValueError(
+                f"{endpoint.url}: its KV cache holds {held[1]} tokens, verifier.max_model_len is {needed}: a long "
+                "request would wait for ever; give the server more memory or lower verifier.max_model_len"
+            )
         await self._try_ids(endpoint)
         version = await self._call(endpoint, "GET", f"{endpoint.root}/version")
         if version[0] != HTTPStatus.OK or not isinstance(version[1], dict):
@@ -172,7 +181,7 @@ class Client:
 
     async def _try_ids(self, endpoint: Endpoint) -> None:
         """One tiny request: ids must come back, and no sign of a server that extracts hidden states."""
-        question = Question("preflight", [{"role": "user", "content": "Hi"}], {"max_tokens": 1, "temperature": 0.0})
+        question = Question("preflight", HELLO, {"max_tokens": 1, "temperature": 0.0})
         body = await self._must(
             endpoint, "POST", f"{endpoint.url}/chat/completions", self._payload(endpoint, question, 1)
         )
@@ -187,7 +196,7 @@ class Client:
                 f"{endpoint.url} returns no token ids for return_token_ids: true; it must be vLLM 0.11 or newer, "
                 "reached without a gateway that removes fields"
             )
-        self.template_tokens = max(self.template_tokens, len(body["prompt_token_ids"]))
+        self.hello_ids = body["prompt_token_ids"]
 
     async def _must(self, endpoint: Endpoint, method: str, url: str, payload: Any = None) -> dict[str, Any]:
         """A reply that has to be there; transient trouble is retried."""
@@ -271,7 +280,7 @@ class Client:
         floor = min(wanted, limits.min_room_tokens)
         most, spare, tries, measured = wanted, self.service.params.retries, 0, False
         exact: int | None = None  # tokens of the prompt, where they matter
-        if self.template_tokens + question.most_tokens + wanted > limits.max_tokens:
+        if len(self.hello_ids) + question.most_tokens + wanted > limits.max_tokens:
             exact = await self._count_tokens(question)
         while True:
             if exact is not None:
@@ -374,14 +383,20 @@ class Client:
         }
 
     async def _call(
-        self, endpoint: Endpoint, method: str, url: str, payload: Any = None, timeout_s: float = CONNECT_S
+        self,
+        endpoint: Endpoint,
+        method: str,
+        url: str,
+        payload: Any = None,
+        timeout_s: float = CONNECT_S,
+        as_text: bool = False,
     ) -> tuple[int, Any]:
         """Status and JSON (or text) of one HTTP exchange. Raises one of BROKEN."""
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S)
         async with endpoint.session.request(
             method, url, json=payload, timeout=timeout, allow_redirects=False
         ) as response:
-            if response.status == HTTPStatus.OK:
+            if response.status == HTTPStatus.OK and not as_text:
                 return response.status, await response.json(content_type=None)
             return response.status, await response.text(errors="replace")
 
@@ -403,15 +418,19 @@ class Client:
         """Ends the run when the local server is gone, or when neither an answer nor a token came for too long."""
         patience = self.service.params.stall_timeout_s
         seen, since, probed = (self.tally.finished, 0.0), time.monotonic(), time.monotonic()
+        last = since
         while True:
             await asyncio.sleep(min(0.5, patience / 4))
             error = alive()
             if error is not None:
                 raise error
             now = time.monotonic()
+            if now - last > SUSPENDED_S:  # this process, and most likely the server too, was asleep
+                since += now - last
+            last = now
             tokens = seen[1]
             if now - probed > patience / 4 and self.tally.finished == seen[0]:
-                probed, tokens = now, await self._tokens_so_far()
+                probed, tokens = now, await self.tokens_so_far()
             if (self.tally.finished, tokens) != seen:
                 seen, since = (self.tally.finished, tokens), now
             if now - since > patience:
@@ -423,17 +442,18 @@ class Client:
                     f"generate.concurrency, or raise the timeout, then run again; {self.service.log_hint}"
                 )
 
-    async def _tokens_so_far(self) -> float:
+    async def tokens_so_far(self) -> float:
         """Tokens that the servers have read and written, as their metrics say; 0 where they do not say."""
-        total = 0.0
-        for endpoint in self.endpoints:
-            try:
-                async with endpoint.session.get(f"{endpoint.root}/metrics", timeout=aiohttp.ClientTimeout(5)) as reply:
-                    found: list[str] = TOKEN_COUNTER.findall(await reply.text(errors="replace"))
-                    total += sum(map(float, found))
-            except BROKEN:
-                continue
-        return total
+        texts = [await self._metrics(endpoint) for endpoint in self.endpoints]
+        return sum(float(count) for text in texts for count in TOKEN_COUNTER.findall(text))
+
+    async def _metrics(self, endpoint: Endpoint) -> str:
+        """The server's metrics, empty where it has none."""
+        try:
+            status, text = await self._call(endpoint, "GET", f"{endpoint.root}/metrics", timeout_s=5, as_text=True)
+        except BROKEN:
+            return ""
+        return str(text) if status == HTTPStatus.OK else ""
 
 
 def fits(answer: Answer, asked: int, wanted: int, limits: Limits) -> bool:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoTokenizer
+
 from eagle3 import schemas
 from eagle3.console import Progress, say, visible
 from eagle3.params import EngineParams, GenerateParams, VerifierParams
@@ -27,7 +29,7 @@ from eagle3.serving.answers import (
     unit_key,
     unpack_refusal,
 )
-from eagle3.serving.client import TOO_LONG, Client, Outcome, Service, run_async
+from eagle3.serving.client import HELLO, TOO_LONG, Client, Outcome, Service, run_async
 from eagle3.serving.server import LocalServer
 from eagle3.tables import Account, Row, read_table
 from eagle3.verifier import VerifierIdentity, engine_name, locate_verifier
@@ -73,7 +75,25 @@ class Generation:
 
     async def _ask_engine(self) -> str:
         async with Client(self.params.endpoints, self._service()) as client:
-            return await client.preflight()
+            engine = await client.preflight()
+            self._compare_template(client.hello_ids)
+            return engine
+
+    def _compare_template(self, served: list[int]) -> None:
+        """Warn when an endpoint turns a prompt into other ids than the verifier whose digest is in every key."""
+        try:
+            folder = locate_verifier(self.verifier)
+        except ValueError:
+            return  # only the endpoints have the model
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=self.verifier.trust_remote_code)
+        if self.verifier.chat_template is not None:
+            tokenizer.chat_template = Path(self.verifier.chat_template).read_text()
+        kwargs = self.params.chat_template_kwargs
+        if list(tokenizer.apply_chat_template(HELLO, add_generation_prompt=True, **kwargs)["input_ids"]) != served:
+            say(
+                "warning: the endpoints turn a prompt into other ids than verifier.model with its chat template: "
+                "another revision or template is served there, and data/verifier.json does not describe it"
+            )
 
     def key(self, question: Question) -> str:
         """Key of a question's answer in the store."""
@@ -147,8 +167,12 @@ class Generation:
                     rate = client.tally.output_tokens / max(time.monotonic() - began, 1e-9)
                     progress.advance(1, f"{rate:,.0f} tokens/s")
 
+                def pulse() -> ValueError | None:
+                    self.store.flush()  # a kill costs half a second of answers at most
+                    return alive()
+
                 try:
-                    await client.answer_all(self.missing(), keep, alive, missing)
+                    await client.answer_all(self.missing(), keep, pulse, missing)
                 finally:
                     self.counts["requests_sent"] = client.tally.requests_sent
                     self.output_tokens = client.tally.output_tokens

@@ -25,6 +25,7 @@ from eagle3.console import visible
 GRACE_S = 10
 TAIL_BYTES = 1 << 16
 PR_SET_PDEATHSIG = 1
+CACHE_HINT = "engine.cpu_kv_cache_gib sets the size of the cache on a CPU, engine.gpu_memory_utilization on a GPU"
 PROJECT = Path(__file__).parents[2]
 
 
@@ -47,8 +48,11 @@ class ParentPipe:
         return self._connection.poll(timeout_s)
 
     def receive(self) -> Any:
-        """The next message of the parent; waits for it."""
-        return self._connection.recv()
+        """The next message of the parent; waits for it. Ends the process when the parent has closed the pipe."""
+        try:
+            return self._connection.recv()
+        except (EOFError, ConnectionError):
+            raise SystemExit(0) from None
 
 
 #: Runs in the child: called with a ParentPipe, then the arguments.
@@ -128,7 +132,8 @@ class EngineProcess:
         except (EOFError, OSError):
             raise self._failure("ended unexpectedly") from None
         if kind == "error":
-            raise self._failure(f"failed: {message}", quote=False)
+            hint = f" ({CACHE_HINT})" if re.search("KV cache|cache blocks", message) else ""
+            raise self._failure(f"failed: {message}{hint}", quote=False)
         return message
 
     def stalled(self, timeout_s: float) -> ValueError:

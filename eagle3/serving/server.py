@@ -149,7 +149,7 @@ def server_command(verifier: VerifierParams, engine: EngineParams, folder: Path,
 
 
 def server_words(log_path: Path) -> str:
-    """What a vLLM log says went wrong: the last exception that is a cause, and the line behind it. Escaped, one line."""
+    """What a vLLM log says went wrong: the last exception that is a cause, and the line behind it. Escaped."""
     with log_path.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
         lines = [LOG_PREFIX.sub("", line).strip() for line in file.read().decode(errors="replace").splitlines()]

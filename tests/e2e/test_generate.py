@@ -40,7 +40,7 @@ def write_params(path: Path, verifier: Path, **generate: Any) -> Params:
     values = YAML(typ="safe", pure=True).load((ROOT / "params.yaml").read_text())
     values["verifier"] |= {"model": str(verifier), "dtype": "float32", "max_model_len": MAX_MODEL_LEN}
     values["engine"] |= {"cpu_kv_cache_gib": 0.25, "max_num_seqs": 32}
-    values["generate"] |= {"max_new_tokens": 60, "concurrency": 4, "max_rejected_share": 0.1, **generate}
+    values["generate"] |= {"max_new_tokens": 40, "concurrency": 12, "max_rejected_share": 0.1, **generate}
     with path.open("w") as file:
         YAML(typ="safe", pure=True).dump(values, file)
     return load_params(path)
@@ -67,7 +67,7 @@ def stored(work: Path) -> int:
 
 
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
-    return psutil.wait_procs(processes, timeout=15)[1]
+    return list(psutil.wait_procs(processes, timeout=15)[1])
 
 
 def test_killed_midway_and_resumed_with_ids_as_the_template_says(tiny_verifier: Path, tmp_path: Path) -> None:
@@ -141,6 +141,7 @@ def ask(server: LocalServer, folder: Path, verifier: Path, texts: list[str], **g
                 for text in texts
             ]
             await client.answer_all(iter(asked), outcomes.append, server.failure, len(texts))
+            assert await client.tokens_so_far() > 0
 
     run_async(main)
     assert len(outcomes) == len(texts)

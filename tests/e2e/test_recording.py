@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,8 +64,17 @@ class Recording:
         return open_shard(self.folder / "hidden_states" / entry["shard"]).sample(entry["position"])
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_core() -> Iterator[None]:
+    """Tiny models on one core: threads that wait for each other on a busy machine take minutes."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    yield
+    os.sched_setaffinity(0, cores)
+
+
 @pytest.fixture(scope="module")
-def recording(tmp_path_factory: pytest.TempPathFactory) -> Recording:
+def recording(tmp_path_factory: pytest.TempPathFactory, one_core: None) -> Recording:
     """70 samples; the KV cache holds 10 blocks of 128 tokens, a step reads at most 48 tokens."""
     folder = tmp_path_factory.mktemp("recording")
     verifier = build_tiny_verifier(folder / "verifier", tied=False)
@@ -128,7 +138,7 @@ def test_a_killed_stage_leaves_no_process_and_loses_no_shard(recording: Recordin
 
 def test_every_row_is_recorded_with_more_tokens_than_the_cache_holds(recording: Recording) -> None:
     log = (recording.work / "logs" / "extract.log").read_text()
-    cache = int(log.split("GPU KV cache size: ")[1].split(" tokens")[0].replace(",", ""))
+    cache = int(log.split("KV cache size: ")[1].split(" tokens")[0].replace(",", ""))
     assert sum(row["length"] for row in recording.rows) > 2 * cache
     assert [row["sample_id"] for row in recording.index()] == [row["sample_id"] for row in recording.rows]
 
@@ -165,8 +175,8 @@ def test_the_gates_fail_for_tampered_states(recording: Recording, tmp_path: Path
         return set(problems)
 
     assert judge("nothing") == set()
-    for change in ("shift", "layer", "norm", "swap"):
-        with pytest.raises(ValueError, match=r"verifier's head gives .*worst samples: 0 \("):
+    for change, told in {"shift": "", "layer": "", "norm": "", "swap": r".*worst samples: 0 \(.* 1 \("}.items():
+        with pytest.raises(ValueError, match=r"verifier's head gives" + told):
             judge(change)
 
 
@@ -194,9 +204,10 @@ def _with_states(sample: Sample, other: Sample) -> Sample:
 
 
 def test_a_cache_too_small_for_one_sample_is_refused_at_the_start(recording: Recording, tmp_path: Path) -> None:
-    write_params(tmp_path / "params.yaml", recording.verifier, engine__cpu_kv_cache_gib=0.0005)
+    write_params(tmp_path / "params.yaml", recording.verifier, engine__cpu_kv_cache_gib=0.002)
     outs = [tmp_path / "hidden_states", tmp_path / "metrics.json", tmp_path / "params.yaml"]
-    with pytest.raises(ValueError, match=r"recording engine: failed: .*KV cache.*; log: .*extract\.log"):
+    told = r"recording engine: failed: .*KV cache.*engine\.cpu_kv_cache_gib sets.*; log: .*extract\.log"
+    with pytest.raises(ValueError, match=told):
         extract(recording.folder / "tokens", recording.folder / "verifier.json", *outs)
     assert not psutil.Process().children(recursive=True)
 
@@ -267,10 +278,13 @@ def test_writer_holds_blocks_back_when_the_disk_is_slow(tmp_path: Path) -> None:
     assert made.writer.advance() == {"request 0"}
     assert made.writer.advance() == set()
     assert made.writer._pending == 8 * LAYERS * HIDDEN * 2
-    os.close(os.open(tmp_path / "stuck", os.O_RDONLY | os.O_NONBLOCK))  # let go: it fails, as a broken disk would
-    with pytest.raises(OSError, match=r"."):
+    reader = os.open(
+        tmp_path / "stuck", os.O_RDONLY | os.O_NONBLOCK
+    )  # it answers, with an error: a FIFO has no offsets
+    with pytest.raises(OSError, match="seek"):
         made.advance_until(3)
     made.writer.close()
+    os.close(reader)
 
 
 def test_writer_raises_what_the_disk_said(tmp_path: Path) -> None:
