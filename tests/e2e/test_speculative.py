@@ -1,4 +1,4 @@
-"""The draft that was trained is the draft that vLLM runs: same tokens as our own one-step draft, lossless in float32."""
+"""The draft that was trained is the one that vLLM runs: same tokens as our own draft, lossless in float32."""
 
 from collections.abc import Iterator
 from pathlib import Path
