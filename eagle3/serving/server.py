@@ -41,7 +41,7 @@ class LocalServer:
     def __init__(self, verifier: VerifierParams, engine: EngineParams, folder: Path, log_path: Path):
         self.log_path = log_path
         self._start_timeout_s = engine.start_timeout_s
-        self._port = _free_port()
+        self._port = free_port()
         self._command = server_command(verifier, engine, folder, self._port)
         self._environment = engine_environment(engine)
         self._process: subprocess.Popen[bytes] | None = None
@@ -175,7 +175,7 @@ def _option(name: str, value: Any) -> list[str]:
             return [f"--{name}", str(value)]
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return int(probe.getsockname()[1])
