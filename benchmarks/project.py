@@ -52,6 +52,7 @@ class Project:
         for name, content in (("params.yaml", params), ("dvc.yaml", pipeline)):
             with (self.folder / name).open("w") as file:
                 yaml.dump(content, file)
+        self.commit("settings")
 
     def run(self, *command: str) -> float:
         """Run a command in the project with this interpreter's programs first; returns its seconds."""
@@ -67,7 +68,7 @@ class Project:
     def commit(self, message: str) -> None:
         """Commit everything that git does not ignore."""
         self.run("git", "add", "--all")
-        self.run("git", "commit", "--quiet", "-m", message)
+        self.run("git", "commit", "--quiet", "--allow-empty", "-m", message)
 
     def restore(self) -> None:
         """Take tracked files back to the last commit."""

@@ -1,6 +1,7 @@
 """Stage `check`: validate params.yaml before anything expensive runs. Its output never changes, so a good edit reruns
 only the stages that read what was edited."""
 
+import subprocess
 from pathlib import Path
 
 from ruamel.yaml import YAML
@@ -15,6 +16,7 @@ def check(params_path: Path, pipeline: Path, passed: Path) -> None:
     params = load_params(params_path)
     check_sources(params, pipeline)
     check_together(params)
+    check_commit()
     passed.parent.mkdir(parents=True, exist_ok=True)
     write_file(passed, b"params.yaml is valid\n")
 
@@ -43,6 +45,15 @@ def check_together(params: Params) -> None:
     room = params.verifier.max_model_len - params.generate.min_room_tokens
     if room < 1:
         raise ValueError("generate.min_room_tokens leaves no room for a prompt within verifier.max_model_len")
+
+
+def check_commit() -> None:
+    """DVC's experiments and live metrics start from a commit; say so now and not after hours of recording."""
+    found = subprocess.run(
+        ["git", "rev-parse", "--is-inside-work-tree", "HEAD"], capture_output=True, text=True, check=False
+    )
+    if found.returncode != 0 and found.stdout.startswith("true"):
+        raise ValueError("this git repository has no commit yet; make one first: git add --all && git commit -m start")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import pytest
 from eagle3.schemas import REJECTED, RESPONSES, TOKENS
 from eagle3.tables import Account, read_parts, read_table, write_parts
 from eagle3.verifier import write_identity
-from stages.check import check
+from stages.check import check, check_commit
 from stages.reconstruct_tokens import reconstruct_tokens
 from tests.test_tokens import IDENTITY, STOP, response
 
@@ -125,3 +125,14 @@ def test_the_check_refuses_what_cannot_work(
     with pytest.raises(ValueError, match=told):
         checked(tmp_path, old, new)
     assert not (tmp_path / "passed.txt").exists()
+
+
+def test_a_repository_without_a_commit_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    check_commit()  # no repository at all is fine
+    subprocess.run(["git", "init", "--quiet"], check=True)
+    with pytest.raises(ValueError, match="no commit yet"):
+        check_commit()
+    identity = ["-c", "user.name=x", "-c", "user.email=x@localhost"]
+    subprocess.run(["git", *identity, "commit", "--quiet", "--allow-empty", "-m", "start"], check=True)
+    check_commit()

@@ -41,7 +41,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     lines = (ROOT / "data/prompts/starter.jsonl").read_text().splitlines()
     (made.folder / "data/prompts").mkdir(parents=True)
     (made.folder / "data/prompts/starter.jsonl").write_text("\n".join(lines[:80]) + "\n")
-    made.edit([{}], SETTINGS)
+    made.edit([{"path": "data/prompts/starter.jsonl"}], SETTINGS)
     made.run("dvc", "repro")
     return made
 
