@@ -36,7 +36,7 @@ def test_the_default_file_is_valid() -> None:
         ("multi_turn: first", "multi_turn: middle", "prompts.multi_turn"),
         ("verifier:", "verifier: [", "not readable as YAML"),
         ("  epochs: 4", "  epochs: &n 4", "anchors"),
-        ("  learning_rate: 0.0005", "  learning_rate: .nan", "train.learning_rate"),
+        ("  learning_rate: 0.001", "  learning_rate: .nan", "train.learning_rate"),
     ],
 )
 def test_a_mistake_is_an_error_that_names_the_key(tmp_path: Path, old: str, new: str, told: str) -> None:
@@ -54,7 +54,7 @@ def test_text_stays_text_with_or_without_quotes(tmp_path: Path, name: str, quote
 
 @pytest.mark.parametrize(("text", "value"), [("0.00001", 1e-5), ("1e-5", 1e-5), ("1.0e-05", 1e-5), ("1", 1.0)])
 def test_floats_arrive_in_every_spelling(tmp_path: Path, text: str, value: float) -> None:
-    assert load_params(edited(tmp_path, "learning_rate: 0.0005", f"learning_rate: {text}")).train.learning_rate == value
+    assert load_params(edited(tmp_path, "learning_rate: 0.001", f"learning_rate: {text}")).train.learning_rate == value
 
 
 def test_lists_and_null(tmp_path: Path) -> None:
