@@ -95,9 +95,9 @@ def test_a_second_repro_does_nothing_and_is_quick(project: Project) -> None:
 
 
 def test_an_experiment_reruns_only_what_reads_the_setting(project: Project) -> None:
-    printed = dvc(project, "exp", "run", "-S", "train.learning_rate=1e-3")
+    printed = dvc(project, "exp", "run", "-S", "train.learning_rate=5e-4")
     assert ran(printed) == LATE
-    assert "learning_rate: 0.001" in (project.folder / "params.yaml").read_text()
+    assert "learning_rate: 0.0005" in (project.folder / "params.yaml").read_text()
 
 
 def test_a_setting_of_generate_reruns_from_there(project: Project) -> None:
