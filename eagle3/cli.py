@@ -10,6 +10,7 @@ import typer
 
 from eagle3.console import guarded
 from eagle3.params import Params, load_params
+from eagle3.serving.engine import GIB, runs_on_cpu
 from eagle3.verifier import locate_verifier
 
 METRICS = Path("data/metrics")
@@ -77,6 +78,8 @@ def serve_command(params: Params, verifier: Path) -> str:
     if params.verifier.chat_template:
         words += ["--chat-template", params.verifier.chat_template]
     words += ["--enforce-eager"] if params.engine.enforce_eager else []
+    if runs_on_cpu():  # else vLLM wants nearly all of the machine's memory for itself
+        words += ["--kv-cache-memory-bytes", str(int(params.engine.cpu_kv_cache_gib * GIB))]
     return shlex.join([*words, "--speculative-config", json.dumps(speculative)])
 
 
