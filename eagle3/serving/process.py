@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
@@ -83,18 +83,12 @@ class EngineProcess:
     def __enter__(self) -> "EngineProcess":
         ours, theirs = socket.socketpair()
         self._pipe = Connection(ours.detach())
-        paths = [str(PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {**os.environ, **self._environment, "PYTHONPATH": os.pathsep.join(paths)}
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with theirs, self.log_path.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "eagle3.serving.process", str(theirs.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment,
+        with theirs:
+            self._process = start_child(
+                ["eagle3.serving.process", str(theirs.fileno()), str(os.getpid())],
+                {**os.environ, **self._environment},
+                self.log_path,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C reaches only the parent, which ends the whole group
             )
         try:
             self.send((self._target, self._arguments))
@@ -146,18 +140,13 @@ class EngineProcess:
             return
         self._pipe.close()
         for number in (signal.SIGTERM, signal.SIGKILL):
-            self._signal_group(number)
+            signal_group(self._process.pid, number)
             try:
                 self._process.wait(GRACE_S)
                 break
             except subprocess.TimeoutExpired:
                 continue
-        self._signal_group(signal.SIGKILL)
-
-    def _signal_group(self, number: int) -> None:
-        assert self._process is not None
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, number)
+        signal_group(self._process.pid, signal.SIGKILL)
 
     def _failure(self, what: str, quote: bool = True) -> ValueError:
         assert self._process is not None
@@ -168,6 +157,33 @@ class EngineProcess:
             ended = ""
         said = last_words(self.log_path) if quote else ""
         return ValueError(f"{self.label}: {what}{ended}; log: {self.log_path}" + (f"; it ends: {said}" if said else ""))
+
+
+def start_child(
+    words: Sequence[str], environment: Mapping[str, str], log_path: Path, pass_fds: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
+    """Start a module of ours (name and arguments in `words`) in a process group of its own, its output in `log_path`.
+
+    environment: all of its variables; this project is put first on its module path.
+    """
+    paths = [str(PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    with log_path.open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**environment, "PYTHONPATH": os.pathsep.join(paths)},
+            pass_fds=pass_fds,
+            start_new_session=True,  # Ctrl-C reaches only the parent, which ends the whole group
+        )
+
+
+def signal_group(group: int, number: int) -> None:
+    """Signal a process group that may be gone already."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, number)
 
 
 def last_words(log_path: Path, lines: int = 3) -> str:

@@ -9,14 +9,13 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from eagle3.console import say, visible
 from eagle3.params import EngineParams, VerifierParams
 from eagle3.serving.engine import engine_arguments, engine_environment
-from eagle3.serving.process import PROJECT, last_words
+from eagle3.serving.process import last_words, signal_group, start_child
 
 HOST = "127.0.0.1"
 GRACE_S = 15
@@ -58,21 +57,10 @@ class LocalServer:
         return self._process.pid
 
     def __enter__(self) -> "LocalServer":
-        inherited = {
-            name: value for name, value in os.environ.items() if name not in ("VLLM_API_KEY", "EAGLE3_API_KEY")
-        }
-        paths = [str(PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        inherited = {name: value for name, value in os.environ.items() if name not in KEYS}
+        guarded = ["eagle3.serving.guard", str(os.getpid()), *self._command]
         try:
-            with self.log_path.open("wb") as log:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", "eagle3.serving.guard", str(os.getpid()), *self._command],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env=inherited | {"PYTHONPATH": os.pathsep.join(paths)} | self._environment,
-                    start_new_session=True,  # Ctrl-C reaches only us; we end the whole group
-                )
+            self._process = start_child(guarded, inherited | self._environment, self.log_path)
             self._wait()
         except BaseException:
             self.stop()
@@ -93,13 +81,13 @@ class LocalServer:
         process, self._process = self._process, None
         if process is None:
             return
-        _signal_group(process.pid, signal.SIGTERM)
+        signal_group(process.pid, signal.SIGTERM)
         try:
             process.wait(GRACE_S)
         except subprocess.TimeoutExpired:
             pass
         finally:
-            _signal_group(process.pid, signal.SIGKILL)
+            signal_group(process.pid, signal.SIGKILL)
             process.wait()
 
     def _wait(self) -> None:
@@ -179,8 +167,3 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return int(probe.getsockname()[1])
-
-
-def _signal_group(group: int, number: int) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(group, number)
