@@ -1,5 +1,6 @@
 """What a person sees: progress, warnings, errors without stack traces. Foreign text is escaped on its way here."""
 
+import errno
 import functools
 import os
 import signal
@@ -95,7 +96,9 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
         except (ValueError, OSError) as error:
             if os.environ.get("EAGLE3_TRACEBACK"):
                 raise
-            say(f"error: {error}")
+            full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+            remedy = "; free some room there and run the same command again: finished work is kept" if full else ""
+            say(f"error: {error}{remedy}")
             sys.exit(1)
         except (KeyboardInterrupt, Interrupted):
             say("interrupted; finished work is kept, run the same command again to go on")

@@ -21,6 +21,7 @@ from eagle3.digests import digest, fraction
 from eagle3.params import PromptsParams, SourceParams
 from eagle3.sources import RawRow, read_rows
 from eagle3.tables import Account, Row
+from eagle3.workstore import naming
 
 SPLITS = ("train", "validation", "evaluation")
 ROLES = {
@@ -316,7 +317,7 @@ def write_splits(folder: Path, rows: Iterable[Row], batch_rows: int = 1000) -> C
     held: dict[str, list[Row]] = {split: [] for split in SPLITS}
     counts: Counts = Counter()
     try:
-        with ExitStack() as stack:
+        with naming(folder), ExitStack() as stack:
             writers = {
                 split: stack.enter_context(pq.ParquetWriter(path, schemas.PROMPTS, compression="zstd"))
                 for split, path in aside.items()

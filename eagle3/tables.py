@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from eagle3.boundaries import cut_points
 from eagle3.digests import digest, digest_file
 from eagle3.schemas import PARTS, REJECTED
-from eagle3.workstore import write_file
+from eagle3.workstore import naming, write_file
 
 INDEX = "index.parquet"
 PART_BYTES = 8 << 20, 64 << 20
@@ -68,7 +68,7 @@ def write_table(path: Path, rows: Iterable[Row], schema: pa.Schema, batch_rows: 
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.tmp")
     count = 0
-    with pq.ParquetWriter(aside, schema, compression="zstd") as writer:
+    with naming(path), pq.ParquetWriter(aside, schema, compression="zstd") as writer:
         for batch in _batches(rows, batch_rows):
             writer.write_table(pa.Table.from_pylist(batch, schema=schema))
             count += len(batch)
@@ -100,7 +100,8 @@ def new_folder(out: Path) -> Iterator[Path]:
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     try:
-        yield aside
+        with naming(aside):
+            yield aside
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise

@@ -4,6 +4,7 @@ A unit of work is kept under a key that hashes everything that determines it, so
 nothing stale can be reused. Deleting the store costs recomputation and nothing else. One writer at a time per stage.
 """
 
+import errno
 import fcntl
 import os
 import sqlite3
@@ -11,6 +12,8 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+
+from safetensors import SafetensorError
 
 from eagle3.digests import digest_bytes
 
@@ -44,6 +47,25 @@ def work_folder(stage: str, wait_s: float = 0) -> Iterator[Path]:
         lock.write(str(os.getpid()))
         lock.flush()
         yield folder
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Whatever a library raises when it cannot write, as an OSError that names `path` (a full disk names no file)."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
+    except sqlite3.Error as error:
+        code = errno.ENOSPC if error.sqlite_errorcode == sqlite3.SQLITE_FULL else errno.EIO
+        raise OSError(code, str(error), str(path)) from error
+    except SafetensorError as error:
+        if "I/O error" not in str(error) and "IoError" not in str(error):
+            raise
+        code = errno.ENOSPC if "No space left" in str(error) else errno.EIO
+        raise OSError(code, str(error), str(path)) from error
 
 
 class RowStore:
@@ -82,16 +104,18 @@ class RowStore:
 
     def put(self, key: str, value: bytes) -> None:
         """Keep a unit; it is on the disk at the latest `commit_every_s` seconds (and one more put) later."""
-        if not self._db.in_transaction:
-            self._db.execute("BEGIN")
-        self._db.execute("INSERT OR REPLACE INTO units VALUES (?, ?, ?)", (key, digest_bytes(value), value))
+        with naming(self._path):
+            if not self._db.in_transaction:
+                self._db.execute("BEGIN")
+            self._db.execute("INSERT OR REPLACE INTO units VALUES (?, ?, ?)", (key, digest_bytes(value), value))
         if time.monotonic() - self._last_commit >= self._commit_every_s:
             self.flush()
 
     def flush(self) -> None:
         """Commit what is pending."""
         if self._db.in_transaction:
-            self._db.execute("COMMIT")
+            with naming(self._path):
+                self._db.execute("COMMIT")
         self._last_commit = time.monotonic()
 
     def __enter__(self) -> "RowStore":
@@ -105,7 +129,7 @@ class RowStore:
 def write_file(path: Path, data: bytes) -> None:
     """Write aside, fsync, rename: the file is there whole or not at all."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with aside.open("wb") as file:
+    with naming(path), aside.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
@@ -124,7 +148,7 @@ def link_or_copy(source: Path, target: Path) -> None:
 def write_in_pieces(source: Path, target: Path, piece: int = 1 << 24) -> None:
     """Copy a file of any size aside, fsync, rename."""
     aside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    with source.open("rb") as reader, aside.open("wb") as writer:
+    with naming(target), source.open("rb") as reader, aside.open("wb") as writer:
         while data := reader.read(piece):
             writer.write(data)
         writer.flush()

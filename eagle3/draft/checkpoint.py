@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from eagle3.console import say
 from eagle3.digests import digest_file
-from eagle3.workstore import write_in_pieces
+from eagle3.workstore import naming, write_in_pieces
 
 WEIGHTS, OPTIMISER, BEST, STATE, COMPLETE = (
     "weights.safetensors",
@@ -64,15 +64,16 @@ class CheckpointStore:
         target = self.folder / f"step-{state.step:08d}"
         aside = target.with_name(target.name + ".tmp")
         shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir()
-        save_file(weights, aside / WEIGHTS)
-        save_file(moments, aside / OPTIMISER)
-        if state.best_step == state.step:
-            write_in_pieces(aside / WEIGHTS, aside / BEST)
-        elif state.best_step >= 0:
-            write_in_pieces(self._best_of(state.best_step), aside / BEST)
-        (aside / STATE).write_text(json.dumps(asdict(state), allow_nan=False))
-        _write_marker(aside)
+        with naming(aside):
+            aside.mkdir()
+            save_file(weights, aside / WEIGHTS)
+            save_file(moments, aside / OPTIMISER)
+            if state.best_step == state.step:
+                write_in_pieces(aside / WEIGHTS, aside / BEST)
+            elif state.best_step >= 0:
+                write_in_pieces(self._best_of(state.best_step), aside / BEST)
+            (aside / STATE).write_text(json.dumps(asdict(state), allow_nan=False))
+            _write_marker(aside)
         shutil.rmtree(target, ignore_errors=True)
         aside.rename(target)
         _sync(self.folder)

@@ -8,14 +8,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eagle3.acceptance import Answer, Prompt, identical, summarise
-from eagle3.draft.attention import Document, LayerMemory
-from eagle3.draft.export import export_draft, load_draft
+from eagle3.draft.export import export_draft
 from eagle3.draft.model import DraftModel, choose_sizes, initialise
 from eagle3.draft.vocab import DraftVocabulary
 from eagle3.params import EngineParams, EvaluateParams, Params, load_params
 from eagle3.serving.speculative import Decoder, decode_pairs
-from eagle3.verifier import HeadWeights, identify_verifier, load_head
+from eagle3.verifier import identify_verifier, load_head
 from tests.draft_data import verifier_params
+from tests.draft_parity import equal_drafts
 
 pytestmark = pytest.mark.slow
 
@@ -96,43 +96,10 @@ def test_the_summary_is_finite_and_has_every_number(answers: list[Answer]) -> No
     assert {"acceptance_rate_1", "acceptance_rate_3", "speedup", "tokens_per_second_plain"} <= found.keys()
 
 
-def own_drafts(
-    model: DraftModel, head: HeadWeights, ids: list[int], aux: torch.Tensor, vocabulary: torch.Tensor
-) -> list[int]:
-    """What our draft proposes after `ids`, one step at a time; aux [T, A*H] of the positions before the last id."""
-    rows = len(ids) - 1
-    memories = [LayerMemory() for _ in model.layers]
-    documents = [Document(0, rows - 1, rows)]
-    state = model.combine(aux[:rows])
-    embeds = head.embed_tokens[torch.tensor(ids[1:])].float()
-    normed, state = model(embeds, state, torch.arange(rows), memories, documents, torch.tensor([rows - 1]))
-    drafted: list[int] = []
-    for step in range(STEPS):
-        if step:
-            embeds = head.embed_tokens[torch.tensor(drafted[-1:])].float()
-            normed, state = model(embeds, state, torch.tensor([rows - 1 + step]), memories, documents, None)
-        drafted.append(int(vocabulary[int((normed @ model.lm_head.weight.T).argmax())]))
-    return drafted
-
-
-@torch.no_grad()
 def test_vllm_drafts_what_our_own_draft_proposes(tiny_verifier: Path, draft: Path, answers: list[Answer]) -> None:
     """First proposals and every later one, on the same inputs, in float32: at least 99 % equal."""
-    model, vocabulary = load_draft(draft)
-    head = load_head(tiny_verifier)
-    reference = AutoModelForCausalLM.from_pretrained(tiny_verifier, dtype=torch.float32).eval()
     layers = identify_verifier(verifier_params(tiny_verifier)).aux_layer_ids
-    same = [[0, 0] for _ in range(STEPS)]
-    for answer in (answer for answer in answers if answer.arm == "draft"):
-        whole = answer.prompt.ids + answer.output_ids
-        states = reference(torch.tensor([whole]), output_hidden_states=True).hidden_states
-        aux = torch.cat([states[layer][0] for layer in layers], dim=-1)
-        for step in answer.steps:
-            ids = whole[: len(answer.prompt.ids) + step.position]
-            mine = own_drafts(model, head, ids, aux, vocabulary.token_ids)
-            for place, drafted in enumerate(step.drafted):
-                same[place][0] += mine[place] == drafted
-                same[place][1] += 1
+    same = equal_drafts(tiny_verifier, draft, answers, layers, STEPS)
     assert same[0][1] > 50
     for place, (equal, compared) in enumerate(same):
         assert equal / compared >= 0.99, f"position {place + 1}: {equal} of {compared}"
