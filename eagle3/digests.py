@@ -3,9 +3,11 @@
 import hashlib
 import json
 import struct
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 
 def canonical_json(value: Any) -> str:
@@ -29,10 +31,12 @@ def digest_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def digest_tokens(input_ids: Sequence[int], loss_mask: Sequence[bool]) -> str:
-    """SHA-256 (hex) of a sample: ids as little-endian int32, then one byte per mask entry."""
-    state = hashlib.sha256(struct.pack(f"<q{len(input_ids)}i", len(input_ids), *input_ids))
-    state.update(bytes(loss_mask))
+def digest_tokens(input_ids: npt.ArrayLike, loss_mask: npt.ArrayLike) -> str:
+    """SHA-256 (hex) of a sample: the number of ids, ids as little-endian int32, then one byte per mask entry."""
+    ids = np.asarray(input_ids, dtype="<i4")
+    state = hashlib.sha256(struct.pack("<q", len(ids)))
+    state.update(ids.tobytes())
+    state.update(np.asarray(loss_mask, dtype=np.bool_).tobytes())
     return state.hexdigest()
 
 
@@ -41,6 +45,6 @@ def fraction(hex_digest: str) -> float:
     return int(hex_digest[:13], 16) / 16**13
 
 
-def derived_seed(seed: int, name: str) -> int:
+def derived_seed(seed: int, *names: str | int) -> int:
     """A seed for one named item, independent of order and concurrency. In [0, 2**31)."""
-    return int(digest([seed, name])[:8], 16) & 0x7FFFFFFF
+    return int(digest([seed, *names])[:8], 16) & 0x7FFFFFFF

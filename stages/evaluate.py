@@ -3,8 +3,6 @@
 import json
 from pathlib import Path
 
-from transformers import AutoTokenizer
-
 from eagle3.acceptance import Answer, Prompt, identical, spread, summarise
 from eagle3.console import Progress, run_stage, say
 from eagle3.lineage import check_draft
@@ -12,7 +10,7 @@ from eagle3.params import Params, load_params
 from eagle3.schemas import ANSWERS, PROMPTS, STEPS
 from eagle3.serving.speculative import Decoder, decode_pairs
 from eagle3.tables import Row, new_folder, read_table, write_metrics, write_table
-from eagle3.verifier import locate_verifier, prompt_ids, read_identity
+from eagle3.verifier import load_tokenizer, locate_verifier, prompt_ids, read_identity
 from eagle3.workstore import write_file
 
 
@@ -23,7 +21,7 @@ def evaluate(
     params = load_params(params_path)
     check_draft(draft, read_identity(verifier))
     folder = locate_verifier(params.verifier)
-    chosen = choose(prompts, folder, params)
+    chosen = choose(prompts, params)
     answers = decode(chosen, folder, draft, params, "evaluate")
     exact = decode(chosen[: params.evaluate.lossless_prompts], folder, draft, in_float32(params), "lossless check")
     with new_folder(evaluation) as out:
@@ -37,13 +35,13 @@ def evaluate(
         raise ValueError(f"in float32 an answer with the draft differs from the plain one: {metrics} has the counts")
 
 
-def choose(prompts: Path, folder: Path, params: Params) -> list[Prompt]:
+def choose(prompts: Path, params: Params) -> list[Prompt]:
     """The prompts to decode: spread over the categories, those that fit the context with room for an answer."""
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=params.verifier.trust_remote_code)
+    tokenizer = load_tokenizer(params.verifier)
     kwargs = params.generate.chat_template_kwargs
     chosen = []
     for row in spread(read_table(prompts, PROMPTS), params.evaluate.num_prompts):
-        ids = prompt_ids(tokenizer, row["messages"], params.verifier, kwargs)
+        ids = prompt_ids(tokenizer, row["messages"], kwargs)
         if len(ids) + params.generate.min_room_tokens <= params.verifier.max_model_len:
             chosen.append(Prompt(row["prompt_id"], row["category"], ids))
     if not chosen:

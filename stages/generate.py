@@ -15,10 +15,10 @@ def generate(prompts: Path, verifier: Path, responses: Path, metrics: Path, para
     """`prompts`/{train,validation}.parquet, identity `verifier` -> `responses` (parts), counts in `metrics`.
 
     Finished answers survive any end of this stage in the work store; running it again asks for the missing ones only.
-    Raises ValueError when the server fails or stalls, or more rows than generate.max_rejected_share have no answer.
+    Raises ValueError when the server fails or stalls, or more rows than generate.max_failed_share have no answer.
     """
     params = load_params(params_path)
-    account = Account("generate", params.generate.max_rejected_share)
+    account = Account("generate", params.generate.max_failed_share, "max_failed_share")
     with work_folder("generate") as folder, RowStore(folder / "responses.sqlite") as store:
         identity = read_identity(verifier)
         run = Generation(prompts, params.verifier, params.engine, params.generate, identity, store)

@@ -1,19 +1,23 @@
 """Stage `reconstruct-tokens`: the exact ids that the verifier read and wrote, with loss mask and spans."""
 
-import statistics
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from transformers import AutoTokenizer
+import pyarrow as pa
 
 from eagle3.console import Progress, run_stage, visible
-from eagle3.params import load_params
-from eagle3.schemas import RESPONSES, TOKENS
+from eagle3.params import ReconstructTokensParams, load_params
+from eagle3.reasoning import Pieces, ThinkingFinder
+from eagle3.schemas import RESPONSES, TOKENS, sample_name
 from eagle3.tables import Account, Row, count_parts, read_parts, write_metrics, write_parts
 from eagle3.tokens import Unusable, reconstruct
-from eagle3.verifier import locate_verifier, read_identity
+from eagle3.verifier import load_tokenizer, read_identity
 
 PREVIEW_ROWS = 20
+#: The columns that the ids need; text is read for rows that have none.
+NEEDED = pa.schema([f for f in RESPONSES if f.name not in ("messages", "reference", "reasoning", "content")])
 
 
 def reconstruct_tokens(responses: Path, verifier: Path, tokens: Path, metrics: Path, params_path: Path) -> None:
@@ -21,74 +25,107 @@ def reconstruct_tokens(responses: Path, verifier: Path, tokens: Path, metrics: P
     params = load_params(params_path)
     identity = read_identity(verifier)
     own = params.reconstruct_tokens
+    tokenizer = load_tokenizer(params.verifier)
+    finder = ThinkingFinder(identity.markers, Pieces(tokenizer))
     account = Account("reconstruct-tokens", own.max_rejected_share)
     tally = Tally()
 
     def samples() -> Iterator[Row]:
         with Progress("reconstruct-tokens", count_parts(responses), "rows") as progress:
-            for response in read_parts(responses, RESPONSES):
+            for response in read_parts(responses, NEEDED, arrays=True):
                 account.rows_in += 1
                 progress.advance()
                 try:
-                    sample = reconstruct(response, identity, params.verifier.max_model_len)
-                    tally.check_use(sample, own.min_loss_tokens, own.drop_truncated)
+                    sample = reconstruct(response, identity, finder, params.verifier.max_model_len)
+                    tally.see(sample)
+                    check_use(sample, own)
                 except Unusable as unusable:
-                    account.reject(response["prompt_id"], unusable.reason, unusable.detail)
+                    account.reject(
+                        sample_name(response["prompt_id"], response["sample"]), unusable.reason, unusable.detail
+                    )
                     continue
                 account.rows_out += 1
                 tally.count(sample)
                 yield sample
 
     write_parts(tokens, samples(), TOKENS, "sample_digest", account)
-    tokenizer = AutoTokenizer.from_pretrained(
-        locate_verifier(params.verifier), trust_remote_code=params.verifier.trust_remote_code
-    )
     (tokens / "preview.txt").write_text("".join(preview(sample, tokenizer) for sample in tally.first))
     write_metrics(metrics, {**account.settle(), **tally.metrics()})
 
 
+def check_use(sample: Row, own: ReconstructTokensParams) -> None:
+    """Raises Unusable for a sample that the parameters keep out."""
+    loss_tokens = sample["length"] - sample["prompt_length"]
+    if loss_tokens < own.min_loss_tokens:
+        raise Unusable("too few generated tokens", f"{loss_tokens}, wanted {own.min_loss_tokens}")
+    cut = sample["truncated_in"]
+    if cut is not None and (own.truncated == "drop" or (own.truncated == "drop_thinking_cut" and cut == "thinking")):
+        raise Unusable(f"truncated in the {cut}", f"after {loss_tokens} tokens")
+
+
 class Tally:
-    """Sums over samples, a list of lengths, and the first few samples for the preview."""
+    """Sums over samples, how often each length occurs, and the first few samples for the preview."""
 
     def __init__(self) -> None:
-        self.lengths: list[int] = []
-        self.prompt_tokens = self.loss_tokens = self.thinking_tokens = 0
-        self.truncated = {"thinking": 0, "answer": 0}
+        self.lengths: Counter[int] = Counter()
+        self.counts: Counter[str] = Counter()
+        self.thinking: Counter[str] = Counter()
+        self.sources: dict[str, Counter[str]] = {}
         self.first: list[Row] = []
 
-    @staticmethod
-    def check_use(sample: Row, min_loss_tokens: int, drop_truncated: bool) -> None:
-        """Raises Unusable for a sample that the parameters keep out."""
-        if sum(sample["loss_mask"]) < min_loss_tokens:
-            raise Unusable("too few generated tokens", f"{sum(sample['loss_mask'])}, wanted {min_loss_tokens}")
-        if drop_truncated and sample["truncated_in"]:
-            raise Unusable("truncated", f"in {sample['truncated_in']}")
+    def see(self, sample: Row) -> None:
+        """Count what the verifier did, whether the parameters keep the sample or not."""
+        source = self.sources.setdefault(sample["source"], Counter())
+        source["rows"] += 1
+        if sample["truncated_in"]:
+            source[f"truncated_in_{sample['truncated_in']}"] += 1
 
     def count(self, sample: Row) -> None:
-        self.lengths.append(sample["length"])
-        self.prompt_tokens += sample["prompt_length"]
-        self.loss_tokens += sample["length"] - sample["prompt_length"]
-        self.thinking_tokens += sample["thinking_end"] - sample["thinking_start"]
+        """Count a sample that is kept."""
+        self.lengths[sample["length"]] += 1
+        self.counts["prompt_tokens"] += sample["prompt_length"]
+        self.counts["loss_tokens"] += sample["length"] - sample["prompt_length"]
+        self.counts["thinking_tokens"] += sample["thinking_end"] - sample["thinking_start"]
+        self.counts["rebuilt"] += sample["rebuilt"]
+        self.thinking[f"opened_by_{sample['thinking_opened_by']}" if sample["thinking_opened_by"] else "none"] += 1
+        if sample["thinking_ended_by"]:
+            self.thinking[f"ended_by_{sample['thinking_ended_by']}"] += 1
+        self.thinking["rows_with_stray_markers"] += bool(sample["stray_markers"])
         if sample["truncated_in"]:
-            self.truncated[sample["truncated_in"]] += 1
+            self.counts[f"truncated_in_{sample['truncated_in']}"] += 1
         if len(self.first) < PREVIEW_ROWS:
             self.first.append(sample)
 
     def metrics(self) -> Row:
-        """Finite numbers; lengths in tokens."""
-        cuts = statistics.quantiles(self.lengths, n=100) if len(self.lengths) > 1 else self.lengths * 99
+        """Finite numbers; lengths in tokens. `sources` counts rows as they came, the rest rows that are kept."""
+        counts = self.counts
         return {
-            "tokens": sum(self.lengths),
-            "prompt_tokens": self.prompt_tokens,
-            "loss_tokens": self.loss_tokens,
-            "thinking_share": self.thinking_tokens / max(self.loss_tokens, 1),
-            "truncated_in_thinking": self.truncated["thinking"],
-            "truncated_in_answer": self.truncated["answer"],
-            "length": {"p50": cuts[49], "p90": cuts[89], "p99": cuts[98], "max": max(self.lengths)},
+            "tokens": counts["prompt_tokens"] + counts["loss_tokens"],
+            "prompt_tokens": counts["prompt_tokens"],
+            "loss_tokens": counts["loss_tokens"],
+            "thinking_share": counts["thinking_tokens"] / max(counts["loss_tokens"], 1),
+            "truncated_in_thinking": counts["truncated_in_thinking"],
+            "truncated_in_answer": counts["truncated_in_answer"],
+            "rebuilt": counts["rebuilt"],
+            "thinking": {name: self.thinking[name] for name in sorted(self.thinking)},
+            "sources": {
+                name: {key: source[key] for key in ("rows", "truncated_in_thinking", "truncated_in_answer")}
+                for name, source in sorted(self.sources.items())
+            },
+            "length": {f"p{percent}": self._length(percent) for percent in (50, 90, 99)} | {"max": max(self.lengths)},
         }
 
+    def _length(self, percent: int) -> int:
+        """The smallest length that `percent` of the samples do not exceed."""
+        wanted, seen = percent * self.lengths.total() / 100, 0
+        for length in sorted(self.lengths):
+            seen += self.lengths[length]
+            if seen >= wanted:
+                return length
+        raise AssertionError("no sample was counted")
 
-def preview(sample: Row, tokenizer: AutoTokenizer) -> str:
+
+def preview(sample: Row, tokenizer: Any) -> str:
     """One sample for a person to read: what is masked, what is learnt. Control characters are spelled out."""
     spans = [
         ("prompt, masked", 0, sample["prompt_length"]),

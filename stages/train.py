@@ -17,7 +17,7 @@ from eagle3.draft.vocab import choose_vocabulary
 from eagle3.lineage import write_lineage
 from eagle3.params import load_params
 from eagle3.tables import INDEX, write_metrics
-from eagle3.verifier import identify_verifier, load_head, locate_verifier, read_identity
+from eagle3.verifier import load_head, locate_verifier, read_identity, verifier_digest
 from eagle3.workstore import work_folder
 
 
@@ -25,10 +25,10 @@ def train(hidden_states: Path, verifier_path: Path, draft: Path, metrics: Path, 
     """Train, keep the best draft by validation, export it."""
     params = load_params(params_path)
     settings, verifier = params.train, read_identity(verifier_path)
-    present = identify_verifier(params.verifier)
-    if present.digest != verifier.digest:
+    present = verifier_digest(params.verifier)
+    if present != verifier.digest:
         raise ValueError(
-            f"verifier.model {params.verifier.model} has digest {present.digest[:12]}, {verifier_path} says "
+            f"verifier.model {params.verifier.model} has digest {present[:12]}, {verifier_path} says "
             f"{verifier.digest[:12]}: the model changed since; run `dvc repro`"
         )
     folder = locate_verifier(params.verifier)

@@ -8,8 +8,9 @@ from eagle3.verifier import identify_verifier, write_identity
 
 
 def verifier(identity: Path, params_path: Path) -> None:
-    """Write the verifier's identity (digest, sizes, layer ids, stop tokens, engine version) to IDENTITY."""
-    write_identity(identify_verifier(load_params(params_path).verifier), identity)
+    """Write the verifier's identity (digest, sizes, layer ids, stop tokens, think markers, engine) to IDENTITY."""
+    params = load_params(params_path)
+    write_identity(identify_verifier(params.verifier, params.reasoning), identity)
 
 
 if __name__ == "__main__":

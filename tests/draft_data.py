@@ -10,11 +10,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from eagle3.digests import digest_file
-from eagle3.params import VerifierParams
+from eagle3.params import ReasoningParams, VerifierParams
 from eagle3.schemas import SCHEMA_VERSION, STATES
 from eagle3.shards import Sample, write_shard
 from eagle3.tables import INDEX, write_table
 from eagle3.verifier import VerifierIdentity, identify_verifier, write_identity
+
+REASONING = ReasoningParams(format="auto", start=None, end=None, also_ended_by=[])
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ def shard_metadata(verifier: VerifierIdentity, dtype: torch.dtype, key: str) -> 
 
 def make_states(verifier_folder: Path, root: Path, texts: Sequence[Text]) -> VerifierIdentity:
     """root/hidden_states and root/verifier.json, with the verifier's own states."""
-    verifier = identify_verifier(verifier_params(verifier_folder))
+    verifier = identify_verifier(verifier_params(verifier_folder), REASONING)
     write_identity(verifier, root / "verifier.json")
     write_states(root / "hidden_states", texts, read_states(verifier_folder, texts, verifier.aux_layer_ids), verifier)
     return verifier

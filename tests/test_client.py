@@ -22,6 +22,7 @@ from eagle3.console import Interrupted
 from eagle3.digests import canonical_json, derived_seed, digest
 from eagle3.params import GenerateParams, load_params
 from eagle3.prompts import write_splits
+from eagle3.reasoning import NO_MARKERS, Marker, Markers
 from eagle3.serving import client as client_module
 from eagle3.serving.answers import Answer, Limits, Question, Refusal, sampling_fields
 from eagle3.serving.client import Client, Outcome, Service, endpoint_url, is_loopback, request_timeout_s, run_async
@@ -35,12 +36,13 @@ PARAMS = load_params(ROOT / "params.yaml").generate.model_copy(
     update={"max_new_tokens": 32, "concurrency": 16, "stall_timeout_s": 20.0, "retries": 3}
 )
 MAX_TOKENS = 511
+MARKERS = Markers(Marker("<think>", (6,)), Marker("</think>", (7,)), ())
 
 
 def service(**changes: Any) -> Service:
     params: GenerateParams = PARAMS.model_copy(update=changes)
     limits = Limits(VOCAB, MAX_TOKENS, params.min_room_tokens, frozenset({2}))
-    return Service((MODEL,), params, limits, think_end_ids=(7,), log_hint="see the log")
+    return Service((MODEL,), params, limits, markers=MARKERS, log_hint="see the log")
 
 
 def questions(texts: list[str], **changes: Any) -> list[Question]:
@@ -467,7 +469,7 @@ class Stage:
         )
         write_splits(folder / "prompts", map(self._row, range(len(texts))))
         identity = VerifierIdentity(
-            MODEL, "d" * 64, "L", 8, 8, VOCAB, 512, 1e-6, (2, 4, 5), (2,), "float32", "x", (), ()
+            MODEL, "d" * 64, "L", 8, 8, VOCAB, 512, 1e-6, (2, 4, 5), (2,), "float32", "x", NO_MARKERS
         )
         (folder / "verifier.json").write_text(canonical_json(asdict(identity)))
 
@@ -563,7 +565,7 @@ def test_g10_failed_rows_fail_the_stage_by_name_and_a_rerun_fills_only_the_gaps(
 def test_g07_g16_counts_by_finish_reason_and_rejected_rows(tmp_path: Path) -> None:
     texts = [f"question {i}" for i in range(20)] + ["x" * 600]
     with FaultyServer() as server:
-        stage = Stage(tmp_path, server.url, texts, max_new_tokens=6, max_rejected_share=0.1)
+        stage = Stage(tmp_path, server.url, texts, max_new_tokens=6, max_failed_share=0.1)
         stage.run()
     rows, metrics = stage.rows(), stage.metrics()
     finish = Counter(row["finish_reason"] for row in rows)

@@ -19,6 +19,7 @@ from eagle3.draft.data import (
     read_corpus,
     shift,
 )
+from eagle3.reasoning import NO_MARKERS
 from eagle3.shards import Sample
 from eagle3.verifier import VerifierIdentity
 from tests.draft_data import Text, write_states
@@ -36,8 +37,7 @@ VERIFIER = VerifierIdentity(
     stop_token_ids=(2,),
     dtype="float32",
     engine="test 1",
-    think_start_ids=(),
-    think_end_ids=(),
+    markers=NO_MARKERS,
 )
 
 

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from eagle3.boundaries import cut_points
+from eagle3.reasoning import NO_MARKERS
 from eagle3.schemas import REJECTED, STATES
 from eagle3.serving import recorder
 from eagle3.shards import open_shard
@@ -42,8 +43,7 @@ IDENTITY = VerifierIdentity(
     stop_token_ids=(1,),
     dtype="float32",
     engine="fake 1",
-    think_start_ids=(),
-    think_end_ids=(),
+    markers=NO_MARKERS,
 )
 
 

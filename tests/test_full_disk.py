@@ -13,6 +13,7 @@ from ruamel.yaml import YAML
 
 from eagle3 import schemas
 from eagle3.prompts import write_splits
+from eagle3.reasoning import NO_MARKERS
 from eagle3.tables import Row, read_parts, read_table
 from eagle3.verifier import VerifierIdentity, identify_verifier, write_identity
 from tests.draft_data import generate_texts, make_states, verifier_params
@@ -70,7 +71,7 @@ def fill_and_free(folder: Path, size_kib: int, free_kib: int, stage: str, *argum
 
 def identity() -> VerifierIdentity:
     """Of the model that the fake server serves."""
-    return VerifierIdentity(MODEL, "d" * 64, "x", 8, 8, VOCAB, 512, 1e-5, (2, 4, 5), (2,), "float32", "x", (), ())
+    return VerifierIdentity(MODEL, "d" * 64, "x", 8, 8, VOCAB, 512, 1e-5, (2, 4, 5), (2,), "float32", "x", NO_MARKERS)
 
 
 def test_prompts(tmp_path: Path) -> None:
@@ -126,7 +127,7 @@ def prompt_row(text: str) -> Row:
 def test_extract_says_before_it_starts(tmp_path: Path, tiny_verifier: Path) -> None:
     """The engine is not started for states that cannot fit; with room the same command would start it."""
     params = write_params(tmp_path / "params.yaml", tiny_verifier)
-    write_identity(identify_verifier(params.verifier), tmp_path / "verifier.json")
+    write_identity(identify_verifier(params.verifier, params.reasoning), tmp_path / "verifier.json")
     write_tokens(tmp_path / "tokens", [token_row([3 + n % 500] * 200, 5) for n in range(40)])
     disk = tmp_path / "disk"
     disk.mkdir()

@@ -67,8 +67,9 @@ def test_rows_in_are_rows_out_plus_rows_rejected(tmp_path: Path, tiny_verifier: 
 def test_truncated_rows_can_be_dropped(tmp_path: Path, tiny_verifier: Path) -> None:
     rows = [response([5, 6], [7, 8, STOP], prompt_id=f"p{i}") for i in range(9)]
     write_responses(tmp_path, [*rows, response([5], [7, 8], "length", prompt_id="cut")])
-    metrics = run(tmp_path, settings(tmp_path, tiny_verifier, drop_truncated="true"))
-    assert metrics["rows_rejected"] == {"truncated": 1}
+    metrics = run(tmp_path, settings(tmp_path, tiny_verifier, truncated="drop"))
+    assert metrics["rows_rejected"] == {"truncated in the answer": 1}
+    assert metrics["sources"] == {"s": {"rows": 10, "truncated_in_thinking": 0, "truncated_in_answer": 1}}
 
 
 def test_too_many_bad_rows_fail(tmp_path: Path, tiny_verifier: Path) -> None:

@@ -2,37 +2,43 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle3.digests import canonical_json
-from eagle3.tokens import Unusable, is_greedy, reconstruct, thinking_length
+from eagle3.reasoning import Marker, Markers, ThinkingFinder
+from eagle3.tokens import Unusable, is_greedy, reconstruct
 from eagle3.verifier import VerifierIdentity
 
-THINK, END, STOP = 90, 91, 2
+THINK, END, TOOL, STOP = 90, 91, 92, 2
+BLANK = {80: "\n", 81: "\n\n"}
 GREEDY = {"temperature": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+MARKERS = Markers(Marker("<think>", (THINK,)), Marker("</think>", (END,)), (Marker("<tool>", (TOOL,)),))
+FINDER = ThinkingFinder(MARKERS, lambda token: BLANK.get(token, "x"))
 IDENTITY = VerifierIdentity(
     name="x", digest="d" * 64, architecture="LlamaForCausalLM", hidden_size=8, num_layers=8, vocab_size=100,
     max_position_embeddings=64, rms_norm_eps=1e-5, aux_layer_ids=(2, 4, 5), stop_token_ids=(STOP,), dtype="float32",
-    engine="vllm 0", think_start_ids=(THINK,), think_end_ids=(END,),
+    engine="vllm 0", markers=MARKERS,
 )  # fmt: skip
 
 
 def response(prompt: list[int], output: list[int], finish: str = "stop", **changes: Any) -> dict[str, Any]:
     return {
-        "prompt_id": "p", "source": "s", "category": "c", "split": "train", "messages": [], "reference": None,
+        "prompt_id": "p", "sample": 0, "source": "s", "category": "c", "split": "train", "messages": [],
+        "reference": None,
         "prompt_token_ids": prompt, "output_token_ids": output, "reasoning": None, "content": "text that is ignored",
         "finish_reason": finish, "stop_reason": None, "prompt_tokens": len(prompt), "completion_tokens": len(output),
-        "latency_s": 1.0, "attempts": 1, "sampling": canonical_json(GREEDY), "verifier_digest": "d" * 64,
-        "engine": "vllm 0", **changes,
+        "latency_s": 1.0, "attempts": 1, "sampling": canonical_json(GREEDY), "chat_template_kwargs": "{}",
+        "verifier_digest": "d" * 64, "engine": "vllm 0", **changes,
     }  # fmt: skip
 
 
 @given(st.lists(st.integers(3, 89), min_size=1, max_size=20), st.lists(st.integers(0, 99), min_size=1, max_size=20))
 def test_ids_are_prompt_then_output_and_the_mask_is_the_output(prompt: list[int], output: list[int]) -> None:
-    sample = reconstruct(response(prompt, output), IDENTITY, 64)
-    assert sample["input_ids"] == prompt + output
+    sample = reconstruct(response(prompt, output), IDENTITY, FINDER, 64)
+    assert sample["input_ids"].tolist() == prompt + output
     assert [i for i, m in zip(sample["input_ids"], sample["loss_mask"], strict=True) if m] == output
     assert sample["length"] == len(prompt) + len(output)
 
@@ -50,25 +56,26 @@ def test_ids_are_prompt_then_output_and_the_mask_is_the_output(prompt: list[int]
         ([5, THINK], [7, END], "length", [7, END], "answer"),  # cut off right behind the marker
         ([5], [7, 8], "length", [], "answer"),
         ([5, THINK], [7, END, 8, END, STOP], "stop", [7, END], None),  # only the first closing marker ends it
+        ([5, THINK, 80], [7, END, 9], "stop", [7, END], None),  # blanks behind the opening marker in the prompt
+        ([5, THINK, 81, END, 81], [7, STOP], "stop", [], None),  # the prompt has closed it again: thinking is off
+        ([5], [80, THINK, 7, END, 9], "stop", [80, THINK, 7, END], None),  # a blank before the model opens it
+        ([5, THINK], [7, TOOL, 8, STOP], "stop", [7], None),  # a tool-call section ends it
+        ([5, THINK], [7, END, TOOL, 8, STOP], "stop", [7, END], None),
+        ([5, THINK], [7, TOOL, 8], "length", [7], "answer"),
     ],
 )
 def test_spans(prompt: list[int], output: list[int], finish: str, thinking: list[int], truncated: str | None) -> None:
-    sample = reconstruct(response(prompt, output, finish), IDENTITY, 64)
-    assert sample["input_ids"][sample["thinking_start"] : sample["thinking_end"]] == thinking
-    assert sample["input_ids"][sample["answer_start"] :] == output[len(thinking) :]
+    sample = reconstruct(response(prompt, output, finish), IDENTITY, FINDER, 64)
+    ids = sample["input_ids"].tolist()
+    assert ids[sample["thinking_start"] : sample["thinking_end"]] == thinking
+    assert ids[sample["answer_start"] :] == output[len(thinking) :]
     assert sample["truncated_in"] == truncated
 
 
 def test_without_truncation_an_unclosed_thinking_is_kept_and_not_flagged() -> None:
-    sample = reconstruct(response([5, THINK], [7, STOP]), IDENTITY, 64)
+    sample = reconstruct(response([5, THINK], [7, STOP]), IDENTITY, FINDER, 64)
     assert sample["truncated_in"] is None
     assert sample["thinking_end"] == 4
-
-
-def test_markers_of_several_tokens() -> None:
-    assert thinking_length([1, 70, 71], [5, 72, 73, 6], [70, 71], [72, 73]) == 3
-    assert thinking_length([1], [70, 71, 5, 72, 6], [70, 71], [72, 73]) == 5
-    assert thinking_length([1], [5, 6], [], []) == 0
 
 
 @pytest.mark.parametrize(
@@ -86,7 +93,7 @@ def test_markers_of_several_tokens() -> None:
 )
 def test_rows_that_contradict_themselves_are_refused(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(Unusable) as caught:
-        reconstruct(response([5], [7, 8, STOP], **changes), IDENTITY, 64)
+        reconstruct(response([5], [7, 8, STOP], **changes), IDENTITY, FINDER, 64)
     assert caught.value.reason == reason
 
 
@@ -94,10 +101,10 @@ def test_rows_that_contradict_themselves_are_refused(changes: dict[str, Any], re
 def test_the_length_limit_is_exact(length: int, fits: bool) -> None:
     row = response([5], [7] * (length - 1))
     if fits:
-        assert reconstruct(row, IDENTITY, 64)["length"] == length
+        assert reconstruct(row, IDENTITY, FINDER, 64)["length"] == length
     else:
         with pytest.raises(Unusable):
-            reconstruct(row, IDENTITY, 64)
+            reconstruct(row, IDENTITY, FINDER, 64)
 
 
 def test_penalties_and_temperature_make_a_row_not_greedy() -> None:
@@ -107,6 +114,7 @@ def test_penalties_and_temperature_make_a_row_not_greedy() -> None:
 
 
 def test_the_text_fields_do_not_matter() -> None:
-    plain = reconstruct(response([5, THINK], [7, END, 9, STOP]), IDENTITY, 64)
-    other = reconstruct(response([5, THINK], [7, END, 9, STOP], reasoning="x", content=None), IDENTITY, 64)
-    assert plain == other
+    plain = reconstruct(response([5, THINK], [7, END, 9, STOP]), IDENTITY, FINDER, 64)
+    other = reconstruct(response([5, THINK], [7, END, 9, STOP], reasoning="x", content=None), IDENTITY, FINDER, 64)
+    assert plain.keys() == other.keys()
+    assert all(np.array_equal(plain[name], other[name]) for name in plain)

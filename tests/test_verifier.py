@@ -19,6 +19,7 @@ from eagle3.verifier import (
     read_identity,
     write_identity,
 )  # fmt: skip
+from tests.draft_data import REASONING
 from tests.tiny_verifiers import build_tiny_verifier
 
 
@@ -36,7 +37,7 @@ def folder(tiny_verifier: Path, tmp_path: Path) -> Path:
 
 
 def test_sizes_and_tokens_come_from_the_model(folder: Path, tmp_path: Path) -> None:
-    identity = identify_verifier(params(folder))
+    identity = identify_verifier(params(folder), REASONING)
     assert (identity.hidden_size, identity.num_layers, identity.vocab_size) == (128, 8, 640)
     assert identity.aux_layer_ids == (2, 4, 5)
     assert identity.stop_token_ids == (AutoTokenizer.from_pretrained(folder).eos_token_id,)
@@ -47,14 +48,14 @@ def test_sizes_and_tokens_come_from_the_model(folder: Path, tmp_path: Path) -> N
 
 def test_the_digest_does_not_depend_on_the_place(folder: Path, tmp_path: Path) -> None:
     elsewhere = Path(shutil.copytree(folder, tmp_path / "elsewhere"))
-    assert identify_verifier(params(folder)).digest == identify_verifier(params(elsewhere)).digest
+    assert identify_verifier(params(folder), REASONING).digest == identify_verifier(params(elsewhere), REASONING).digest
 
 
 @pytest.mark.parametrize(
     "what", ["template", "tokenizer", "weights", "config", "generation", "dtype", "length", "own template"]
 )
 def test_the_digest_changes_with_everything_that_decides_the_output(folder: Path, tmp_path: Path, what: str) -> None:
-    before = identify_verifier(params(folder)).digest
+    before = identify_verifier(params(folder), REASONING).digest
     changes: dict[str, object] = {}
     if what == "template":
         (folder / "chat_template.jinja").write_text((folder / "chat_template.jinja").read_text() + " ")
@@ -77,7 +78,7 @@ def test_the_digest_changes_with_everything_that_decides_the_output(folder: Path
     else:
         (tmp_path / "own.jinja").write_text("{{ messages[0]['content'] }}")
         changes = {"chat_template": str(tmp_path / "own.jinja")}
-    assert identify_verifier(params(folder, **changes)).digest != before
+    assert identify_verifier(params(folder, **changes), REASONING).digest != before
 
 
 @pytest.mark.parametrize(("tied", "sharded"), [(True, False), (False, False), (False, True)])
@@ -88,7 +89,7 @@ def test_the_head_is_found_tied_or_not_in_one_file_or_several(tmp_path: Path, ti
         (folder / "model.safetensors").unlink()
         model.save_pretrained(folder, max_shard_size="300KB")
         assert (folder / "model.safetensors.index.json").exists()
-        identify_verifier(params(folder))
+        identify_verifier(params(folder), REASONING)
     head = load_head(folder)
     assert torch.equal(head.lm_head, model.lm_head.weight)
     assert torch.equal(head.embed_tokens, model.model.embed_tokens.weight)
@@ -142,18 +143,18 @@ def test_a_wrong_model_is_named(model: str, told: str) -> None:
 
 def test_a_directory_without_a_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not a model directory"):
-        identify_verifier(params(tmp_path))
+        identify_verifier(params(tmp_path), REASONING)
 
 
 def test_missing_weight_files_are_named(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"model\.safetensors"):
-        identify_verifier(params(folder))
+        identify_verifier(params(folder), REASONING)
 
 
 def test_a_context_longer_than_the_model_is_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"verifier\.max_model_len is 1024, but .* has 512"):
-        identify_verifier(params(folder, max_model_len=1024))
+        identify_verifier(params(folder, max_model_len=1024), REASONING)
 
 
 def test_a_foreign_identity_file_is_named(tmp_path: Path) -> None:

@@ -54,6 +54,9 @@ def token_row(input_ids: list[int], prompt_length: int, *, split: str = "train",
         "prompt_length": prompt_length,
         "thinking_start": prompt_length,
         "thinking_end": prompt_length,
+        "thinking_opened_by": None,
+        "thinking_ended_by": None,
+        "stray_markers": 0,
         "answer_start": prompt_length,
         "length": len(input_ids),
         "truncated_in": None,
@@ -98,5 +101,5 @@ def write_params(path: Path, verifier: Path, **changes: object) -> Params:
 
 def write_verifier_json(path: Path, params: Params) -> Path:
     """data/verifier.json."""
-    write_identity(identify_verifier(params.verifier), path)
+    write_identity(identify_verifier(params.verifier, params.reasoning), path)
     return path

@@ -9,7 +9,8 @@ from typing import Any
 
 from eagle3.digests import canonical_json, derived_seed, digest
 from eagle3.params import GenerateParams
-from eagle3.schemas import SCHEMA_VERSION
+from eagle3.reasoning import Markers
+from eagle3.schemas import SCHEMA_VERSION, sample_name
 from eagle3.tables import Row
 
 FINISH_REASONS = ("stop", "length")
@@ -27,9 +28,9 @@ class Limits:
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked for one prompt."""
+    """What is asked for one answer."""
 
-    prompt_id: str
+    row_id: str  # the prompt's id, numbered where a prompt has several answers
     messages: list[dict[str, str]]
     sampling: dict[str, Any]  # with max_tokens as wanted; the client shrinks it to the room left
 
@@ -54,9 +55,16 @@ class Answer:
     def length(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
-    def thinks(self, think_end_ids: tuple[int, ...]) -> bool:
-        """Whether the server told any reasoning, or the ids close a thinking part."""
-        return bool(self.reasoning) or not set(think_end_ids).isdisjoint(self.output_token_ids)
+    def thinks(self, markers: Markers) -> bool:
+        """Whether the server told any reasoning, or the output holds a think marker."""
+        found = [marker for marker in (markers.start, markers.end) if marker is not None]
+        single = {marker.ids[0] for marker in found if len(marker.ids) == 1}
+        text = self.content or ""
+        return (
+            bool(self.reasoning)
+            or not single.isdisjoint(self.output_token_ids)
+            or any(marker.text in text for marker in found)
+        )
 
 
 @dataclass(frozen=True)
@@ -76,30 +84,42 @@ class BadAnswerError(Exception):
         self.reason, self.detail, self.again = reason, detail, again
 
 
-def sampling_fields(params: GenerateParams, prompt_id: str) -> dict[str, Any]:
-    """Every sampling field of a request, none left to the server's defaults; the seed depends on the prompt alone."""
+def sampling_fields(params: GenerateParams, prompt_id: str, sample: int = 0) -> dict[str, Any]:
+    """Every sampling field of a request, none left to the server's defaults.
+
+    The seed, and what is drawn from lists, depend on the prompt, the number of the sample and generate.seed alone.
+    """
+    names = (prompt_id, sample) if sample else (prompt_id,)
+
+    def drawn(key: str) -> Any:
+        value = getattr(params, key)
+        return value[derived_seed(params.seed, *names, key) % len(value)] if isinstance(value, list) else value
+
+    budget = drawn("thinking_token_budget")
     return {
-        "max_tokens": params.max_new_tokens,
+        "max_tokens": drawn("max_new_tokens"),
         "min_tokens": 0,
-        "temperature": params.temperature,
+        "temperature": drawn("temperature"),
         "top_p": params.top_p,
         "top_k": params.top_k,
         "min_p": params.min_p,
         "repetition_penalty": params.repetition_penalty,
         "presence_penalty": params.presence_penalty,
         "frequency_penalty": params.frequency_penalty,
-        "seed": derived_seed(params.seed, prompt_id),
+        "seed": derived_seed(params.seed, *names),
         "n": 1,
         "stop": [],
         "ignore_eos": False,
         "skip_special_tokens": False,  # the text then shows what the ids say
+        **({} if budget is None else {"thinking_token_budget": budget}),
     }
 
 
-def make_question(prompt: Row, params: GenerateParams) -> Question:
-    """The request for a row of schemas.PROMPTS."""
+def make_question(prompt: Row, params: GenerateParams, sample: int = 0) -> Question:
+    """The request for the answer number `sample` to a row of schemas.PROMPTS."""
     messages = [{"role": message["role"], "content": message["content"]} for message in prompt["messages"]]
-    return Question(prompt["prompt_id"], messages, sampling_fields(params, prompt["prompt_id"]))
+    name = prompt["prompt_id"]
+    return Question(sample_name(name, sample), messages, sampling_fields(params, name, sample))
 
 
 def unit_key(question: Question, params: GenerateParams, verifier_digest: str, engine: str, max_model_len: int) -> str:
@@ -189,8 +209,11 @@ def unpack_refusal(unit: bytes) -> Refusal:
     return Refusal(reason, detail, lasting=True)
 
 
-def response_row(prompt: Row, unit: bytes, verifier_digest: str, engine: str) -> Row:
-    """A row of schemas.RESPONSES."""
+def response_row(
+    prompt: Row, sample: int, unit: bytes, kwargs: dict[str, Any], verifier_digest: str, engine: str
+) -> Row:
+    """A row of schemas.RESPONSES. kwargs: of the chat template."""
     kept = {name: prompt[name] for name in ("prompt_id", "source", "category", "split", "messages", "reference")}
     answered: Row = json.loads(unit)
-    return kept | answered | {"verifier_digest": verifier_digest, "engine": engine}
+    own = {"chat_template_kwargs": canonical_json(kwargs), "verifier_digest": verifier_digest, "engine": engine}
+    return kept | {"sample": sample} | answered | own

@@ -25,6 +25,7 @@ import aiohttp
 
 from eagle3.console import Interrupted, say, visible
 from eagle3.params import GenerateParams
+from eagle3.reasoning import Markers
 from eagle3.serving.answers import Answer, BadAnswerError, Limits, Question, Refusal, read_answer
 
 API_KEY_VARIABLE = "EAGLE3_API_KEY"
@@ -67,7 +68,7 @@ class Service:
     model_names: tuple[str, ...]  # one of them must be served
     params: GenerateParams
     limits: Limits
-    think_end_ids: tuple[int, ...]
+    markers: Markers
     log_hint: str  # where to look when something is wrong
 
     @property
@@ -259,7 +260,7 @@ class Client:
             tally.answers += 1
             tally.output_tokens += len(outcome.result.output_token_ids)
             tally.refused_in_a_row = 0
-            tally.thinking += outcome.result.thinks(self.service.think_end_ids)
+            tally.thinking += outcome.result.thinks(self.service.markers)
             if self.service.wants_thinking and not tally.thinking and tally.answers == THINKING_PROOF:
                 raise ValueError(
                     f"generate.chat_template_kwargs asks for thinking, but none of the first {THINKING_PROOF} answers "

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from eagle3 import schemas
 from eagle3.console import Progress, say, visible
 from eagle3.params import EngineParams, GenerateParams, VerifierParams
@@ -32,7 +30,7 @@ from eagle3.serving.answers import (
 from eagle3.serving.client import HELLO, TOO_LONG, Client, Outcome, Service, run_async
 from eagle3.serving.server import LocalServer
 from eagle3.tables import Account, Row, read_table
-from eagle3.verifier import VerifierIdentity, engine_name, locate_verifier
+from eagle3.verifier import VerifierIdentity, engine_name, load_tokenizer, locate_verifier, prompt_ids
 from eagle3.workstore import RowStore, work_root
 
 SPLITS = ("train", "validation")
@@ -56,10 +54,12 @@ class Generation:
     seconds: float = 0.0  # spent asking
     output_tokens: int = 0  # written in that time
 
-    def prompts(self) -> Iterator[Row]:
-        """The prompts to answer, in order."""
+    def wanted(self) -> Iterator[tuple[Row, int]]:
+        """The prompts to answer, in order, and the number of the answer."""
         for split in SPLITS:
-            yield from read_table(self.folder / f"{split}.parquet", schemas.PROMPTS)
+            for prompt in read_table(self.folder / f"{split}.parquet", schemas.PROMPTS):
+                for sample in range(self.params.samples_per_prompt):
+                    yield prompt, sample
 
     def find_engine(self) -> None:
         """Learn what will answer: the installed vLLM, or what the endpoints say. Raises ValueError for a mismatch."""
@@ -82,14 +82,10 @@ class Generation:
     def _compare_template(self, served: list[int]) -> None:
         """Warn when an endpoint turns a prompt into other ids than the verifier whose digest is in every key."""
         try:
-            folder = locate_verifier(self.verifier)
+            tokenizer = load_tokenizer(self.verifier)
         except ValueError:
             return  # only the endpoints have the model
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=self.verifier.trust_remote_code)
-        if self.verifier.chat_template is not None:
-            tokenizer.chat_template = Path(self.verifier.chat_template).read_text()
-        kwargs = self.params.chat_template_kwargs
-        if list(tokenizer.apply_chat_template(HELLO, add_generation_prompt=True, **kwargs)["input_ids"]) != served:
+        if prompt_ids(tokenizer, HELLO, self.params.chat_template_kwargs) != served:
             say(
                 "warning: the endpoints turn a prompt into other ids than verifier.model with its chat template: "
                 "another revision or template is served there, and data/verifier.json does not describe it"
@@ -101,8 +97,8 @@ class Generation:
 
     def missing(self) -> Iterator[Question]:
         """Questions with neither an answer nor a lasting refusal in the store, in order."""
-        for prompt in self.prompts():
-            question = make_question(prompt, self.params)
+        for prompt, sample in self.wanted():
+            question = make_question(prompt, self.params, sample)
             key = self.key(question)
             if self.store.get(key) is None and self._stored_refusal(key) is None:
                 yield question
@@ -113,11 +109,11 @@ class Generation:
 
     def ask_missing(self) -> None:
         """Fill the store. Starts a server of our own when there are no endpoints; nothing is started for nothing."""
-        total = sum(1 for _ in self.prompts())
+        total = sum(1 for _ in self.wanted())
         missing = sum(1 for _ in self.missing())
         self.counts["reused"] = total - missing
         if not missing:
-            say(f"generate: nothing to ask, all {total:,} prompts are settled in the work store")
+            say(f"generate: nothing to ask, all {total:,} answers are settled in the work store")
             return
         with self._endpoints() as (urls, alive):
             began = time.monotonic()
@@ -152,7 +148,7 @@ class Generation:
                 min_room_tokens=params.min_room_tokens,
                 stop_token_ids=frozenset(identity.stop_token_ids),
             ),
-            think_end_ids=identity.think_end_ids,
+            markers=identity.markers,
             log_hint="see the servers' logs" if params.endpoints else f"log: {self._log()}",
         )
 
@@ -160,7 +156,7 @@ class Generation:
         async with Client(urls, self._service()) as client:
             await client.preflight()
             began = time.monotonic()
-            with Progress("generate", total, "prompts", done=total - missing) as progress:
+            with Progress("generate", total, "answers", done=total - missing) as progress:
 
                 def keep(outcome: Outcome) -> None:
                     self._keep(outcome)
@@ -183,37 +179,40 @@ class Generation:
         if isinstance(result, Answer):
             self.store.put(key, pack_answer(result, outcome.sampling, outcome.latency_s, outcome.attempts))
             return
-        self.failed[question.prompt_id] = result
+        self.failed[question.row_id] = result
         if result.reason == TOO_LONG:
             self.store.put(refusal_key(key, self.params.min_room_tokens), pack_refusal(result))
         if len(self.failed) <= FAILURES_SHOWN:
-            say(f"generate: no answer for {visible(question.prompt_id)}: {result.reason}: {visible(result.detail)}")
+            say(f"generate: no answer for {visible(question.row_id)}: {result.reason}: {visible(result.detail)}")
 
     def rows(self, account: Account) -> Iterator[Row]:
         """Rows of schemas.RESPONSES for the prompts of today; the others go to the account."""
-        for prompt in self.prompts():
+        for prompt, sample in self.wanted():
             account.rows_in += 1
-            key = self.key(make_question(prompt, self.params))
+            question = make_question(prompt, self.params, sample)
+            key = self.key(question)
             unit = self.store.get(key)
             if unit is None:
                 gone = Refusal("no answer", "its unit in the work store is damaged; run again")
-                refusal = self.failed.get(prompt["prompt_id"]) or self._stored_refusal(key) or gone
-                account.reject(prompt["prompt_id"], refusal.reason, refusal.detail)
+                refusal = self.failed.get(question.row_id) or self._stored_refusal(key) or gone
+                account.reject(question.row_id, refusal.reason, refusal.detail)
                 continue
-            row = response_row(prompt, unit, self.identity.digest, self.engine)
+            row = response_row(
+                prompt, sample, unit, self.params.chat_template_kwargs, self.identity.digest, self.engine
+            )
             account.rows_out += 1
             self._measure(row)
             yield row
 
     def _measure(self, row: Row) -> None:
-        thinks = bool(row["reasoning"]) or not set(self.identity.think_end_ids).isdisjoint(row["output_token_ids"])
+        text = Answer([], row["output_token_ids"] or [], row["reasoning"], row["content"], "", None)
         self.latencies.append(row["latency_s"])
         self.counts.update(
             {
                 f"finish_{row['finish_reason']}": 1,
                 "prompt_tokens": row["prompt_tokens"],
                 "completion_tokens": row["completion_tokens"],
-                "with_reasoning": int(thinks),
+                "with_reasoning": int(text.thinks(self.identity.markers)),
                 "retried": int(row["attempts"] > 1),
             }
         )

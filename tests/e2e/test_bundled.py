@@ -66,7 +66,7 @@ def test_vllm_drafts_what_the_trained_draft_proposes(project: Project, monkeypat
     params = in_float32(load_params(project.folder / "params.yaml"))
     draft, folder = project.folder / "data/draft", locate_verifier(params.verifier)
     steps = params.evaluate.num_speculative_tokens
-    chosen = choose(project.folder / "data/prompts/evaluation.parquet", folder, params)
+    chosen = choose(project.folder / "data/prompts/evaluation.parquet", params)
     with Decoder(params.verifier, params.engine, folder, draft, steps) as decoder:
         decoder.wait_until_ready()
         answers = [decoder.decode([p], [sampling_fields(params.evaluate, p, 32)], 0)[0] for p in chosen]

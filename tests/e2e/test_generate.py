@@ -40,7 +40,7 @@ def write_params(path: Path, verifier: Path, **generate: Any) -> Params:
     values = YAML(typ="safe", pure=True).load((ROOT / "params.yaml").read_text())
     values["verifier"] |= {"model": str(verifier), "dtype": "float32", "max_model_len": MAX_MODEL_LEN}
     values["engine"] |= {"cpu_kv_cache_gib": 0.25, "max_num_seqs": 32}
-    values["generate"] |= {"max_new_tokens": 40, "concurrency": 12, "max_rejected_share": 0.1, **generate}
+    values["generate"] |= {"max_new_tokens": 40, "concurrency": 12, "max_failed_share": 0.1, **generate}
     with path.open("w") as file:
         YAML(typ="safe", pure=True).dump(values, file)
     return load_params(path)
@@ -74,7 +74,7 @@ def test_killed_midway_and_resumed_with_ids_as_the_template_says(tiny_verifier: 
     params = write_params(tmp_path / "params.yaml", tiny_verifier)
     rows = [prompt_row(i, text) for i, text in enumerate([*TEXTS, TOO_LONG])]
     write_splits(tmp_path / "prompts", rows)
-    write_identity(identify_verifier(params.verifier), tmp_path / "verifier.json")
+    write_identity(identify_verifier(params.verifier, params.reasoning), tmp_path / "verifier.json")
     names = ("prompts", "verifier.json", "responses", "metrics.json", "params.yaml")
     command = [sys.executable, "-m", "stages.generate", *(str(tmp_path / name) for name in names)]
     work = Path(os.environ["EAGLE3_WORK_DIR"])
@@ -128,7 +128,7 @@ def server(tiny_verifier: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 def ask(server: LocalServer, folder: Path, verifier: Path, texts: list[str], **generate: Any) -> dict[str, Outcome]:
     params = write_params(folder / "params.yaml", verifier, **generate)
-    identity = identify_verifier(params.verifier)
+    identity = identify_verifier(params.verifier, params.reasoning)
     limits = Limits(identity.vocab_size, MAX_MODEL_LEN - 1, params.generate.min_room_tokens, frozenset((2,)))
     service = Service((params.verifier.model,), params.generate, limits, (), "see the log")
     outcomes: list[Outcome] = []

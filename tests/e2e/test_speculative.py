@@ -26,7 +26,7 @@ STEPS = 3
 
 def make_draft(verifier: Path, out: Path, params: Params = DEFAULT) -> Path:
     """A draft of random weights with a strong tie to the verifier's states, so that some drafts are accepted."""
-    identity = identify_verifier(verifier_params(verifier))
+    identity = identify_verifier(verifier_params(verifier), DEFAULT.reasoning)
     head = load_head(verifier)
     # every id but each fifth: a draft vocabulary that is neither a prefix nor everything
     ids = torch.tensor([i for i in range(identity.vocab_size) if i % 5])
@@ -98,7 +98,7 @@ def test_the_summary_is_finite_and_has_every_number(answers: list[Answer]) -> No
 
 def test_vllm_drafts_what_our_own_draft_proposes(tiny_verifier: Path, draft: Path, answers: list[Answer]) -> None:
     """First proposals and every later one, on the same inputs, in float32: at least 99 % equal."""
-    layers = identify_verifier(verifier_params(tiny_verifier)).aux_layer_ids
+    layers = identify_verifier(verifier_params(tiny_verifier), DEFAULT.reasoning).aux_layer_ids
     same = equal_drafts(tiny_verifier, draft, answers, layers, STEPS)
     assert same[0][1] > 50
     for place, (equal, compared) in enumerate(same):

@@ -1,0 +1,206 @@
+"""How a verifier marks its thinking, and where in the ids the thinking is.
+
+    prompt <think> | thinking </think> | answer stop    opened by the prompt (Kimi-K2.5, QwQ, DeepSeek-R1)
+    prompt | <think> thinking </think> | answer stop    opened by the model (Kimi-K2-Thinking, Qwen3)
+    prompt <think> | thinking | tool calls stop         ended by a tool-call section, without a closing marker
+    prompt <think> | thinking stop                      ended by the end of the turn
+    prompt <think> | thinking                           cut by the token budget
+
+Markers are known by their text. One that is a single token is found by its id. One that the tokenizer splits into
+ordinary tokens is found in the text of the single tokens, whatever way they were split this time. What a user typed
+never opens thinking: an opening marker counts at the very end of the prompt or the very start of the output only.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from eagle3.params import ReasoningParams
+
+Ids = npt.NDArray[np.int32]
+
+THINK = "<think>", "</think>"
+TOOL_CALLS = "<|tool_calls_section_begin|>"
+DEEPSEEK_TOOL_CALLS = "<\uff5ctool\u2581calls\u2581begin\uff5c>"
+
+
+@dataclass(frozen=True)
+class Texts:
+    """A way of marking, as text. parser: the name that vLLM's --reasoning-parser has for it."""
+
+    start: str
+    end: str
+    also_ended_by: tuple[str, ...]
+    parser: str | None
+
+
+PRESETS = {
+    "kimi-k2.5": Texts(*THINK, (TOOL_CALLS,), "kimi_k2"),
+    "kimi-k2-thinking": Texts(*THINK, (TOOL_CALLS,), "kimi_k2"),
+    "deepseek-r1": Texts(*THINK, (DEEPSEEK_TOOL_CALLS,), "deepseek_r1"),
+    "qwen3": Texts(*THINK, ("<tool_call>",), "qwen3"),
+}
+AUTO = Texts(*THINK, (TOOL_CALLS, DEEPSEEK_TOOL_CALLS, "<tool_call>"), None)
+
+
+@dataclass(frozen=True)
+class Marker:
+    """One marker. ids: its text encoded alone; one id = a token of its own."""
+
+    text: str
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Markers:
+    """The markers of one verifier. start and end are both there or both null (it does not think)."""
+
+    start: Marker | None
+    end: Marker | None
+    also_ended_by: tuple[Marker, ...]
+
+
+NO_MARKERS = Markers(None, None, ())
+
+
+@dataclass(frozen=True)
+class Thinking:
+    """Where the thinking is: places in prompt + output, markers included, [start, end); equal = there is none."""
+
+    start: int
+    end: int
+    opened_by: str | None  # prompt | model
+    ended_by: str | None  # marker | tool_call | end_of_turn | budget
+    stray: int  # opening or closing markers in the output that neither opened nor closed it
+
+
+def find_markers(params: ReasoningParams, tokenizer: Any) -> Markers:
+    """The ids of the markers that params.yaml names. Raises ValueError when a preset does not fit the tokenizer."""
+    texts = _texts(params)
+    if texts is None:
+        return NO_MARKERS
+    vocabulary = tokenizer.get_vocab()
+    if params.format != "custom":
+        absent = [text for text in (texts.start, texts.end) if text not in vocabulary]
+        if absent and params.format == "auto":
+            return NO_MARKERS
+        if absent:
+            raise ValueError(
+                f"reasoning.format is {params.format}, but the verifier's tokenizer has no token "
+                f"{' or '.join(absent)}; use another format, or custom with reasoning.start and reasoning.end"
+            )
+    if params.format == "custom":
+        also = texts.also_ended_by
+    else:
+        also = tuple(text for text in texts.also_ended_by if text in vocabulary)
+    return Markers(
+        _marker(texts.start, tokenizer), _marker(texts.end, tokenizer), tuple(_marker(text, tokenizer) for text in also)
+    )
+
+
+def parser_name(params: ReasoningParams) -> str | None:
+    """vLLM's name for the parser of this format, if there is one."""
+    preset = PRESETS.get(params.format)
+    return None if preset is None else preset.parser
+
+
+def _texts(params: ReasoningParams) -> Texts | None:
+    given = [
+        name
+        for name, value in (("start", params.start), ("end", params.end), ("also_ended_by", params.also_ended_by))
+        if value
+    ]
+    if params.format != "custom":
+        if given:
+            raise ValueError(f"reasoning.{given[0]} is set, but reasoning.format is {params.format}; make it custom")
+        return AUTO if params.format == "auto" else PRESETS.get(params.format)
+    if not params.start or not params.end:
+        raise ValueError("reasoning.format is custom: reasoning.start and reasoning.end are needed, as text")
+    return Texts(params.start, params.end, tuple(params.also_ended_by), None)
+
+
+def _marker(text: str, tokenizer: Any) -> Marker:
+    token = tokenizer.get_vocab().get(text)
+    return Marker(text, (token,) if token is not None else tuple(tokenizer.encode(text, add_special_tokens=False)))
+
+
+class ThinkingFinder:
+    """Finds the thinking in rows of ids.
+
+    pieces: the text of single ids, from `Pieces`; asked only around markers that are several tokens, and for what
+    stands between a marker and the edge of the prompt or output.
+    """
+
+    def __init__(self, markers: Markers, pieces: Callable[[int], str]):
+        self.markers, self.pieces = markers, pieces
+
+    def find(self, prompt: Ids, output: Ids, truncated: bool) -> Thinking:
+        """The thinking of one row. truncated: the token budget ended the output."""
+        start, end = self.markers.start, self.markers.end
+        if start is None or end is None:
+            return Thinking(len(prompt), len(prompt), None, None, 0)
+        starts, ends = self._places(output, start), self._places(output, end)
+        begin = len(prompt)
+        if self._open_in(prompt, start):
+            opened_by, at = "prompt", 0
+        elif starts and self._blank(output[: starts[0][0]]):
+            opened_by, at = "model", starts[0][1]
+            starts = starts[1:]
+        else:
+            return Thinking(begin, begin, None, None, len(starts) + len(ends))
+        closing = next((place for place in ends if place[0] >= at), None)
+        other = min((place[0] for marker in self.markers.also_ended_by for place in self._places(output, marker)
+                     if place[0] >= at), default=None)  # fmt: skip
+        if other is not None and (closing is None or other < closing[0]):
+            return Thinking(begin, begin + other, opened_by, "tool_call", len(starts) + len(ends))
+        if closing is not None:
+            return Thinking(begin, begin + closing[1], opened_by, "marker", len(starts) + len(ends) - 1)
+        return Thinking(
+            begin, begin + len(output), opened_by, "budget" if truncated else "end_of_turn", len(starts) + len(ends)
+        )
+
+    def _open_in(self, prompt: Ids, start: Marker) -> bool:
+        """Whether the prompt ends in the opening marker and blanks."""
+        tail = prompt[-(len(start.text) + TAIL) :]
+        places = self._places(tail, start)
+        return bool(places) and self._blank(tail[places[-1][1] :])
+
+    def _blank(self, ids: Ids) -> bool:
+        return len(ids) <= TAIL and not "".join(self.pieces(int(i)) for i in ids).strip()
+
+    def _places(self, ids: Ids, marker: Marker) -> list[tuple[int, int]]:
+        """Where the marker stands: [first, one behind the last) of the tokens that hold it."""
+        if len(marker.ids) == 1:
+            return [(int(place), int(place) + 1) for place in np.flatnonzero(ids == marker.ids[0])]
+        texts = [self.pieces(int(i)) for i in ids]
+        whole = "".join(texts)
+        if marker.text not in whole:
+            return []
+        edges = np.cumsum([len(text) for text in texts])  # where each token's text ends
+        places, found = [], whole.find(marker.text)
+        while found >= 0:
+            behind = found + len(marker.text)
+            first, last = np.searchsorted(edges, [found, behind - 1], side="right")
+            places.append((int(first), int(last) + 1))
+            found = whole.find(marker.text, behind)
+        return places
+
+
+TAIL = 8  # blanks that may stand between an opening marker and the edge, in tokens
+
+
+class Pieces:
+    """The text of single ids. Bytes that are no text by themselves become the replacement character."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        self._known: dict[int, str] = {}
+
+    def __call__(self, token: int) -> str:
+        text = self._known.get(token)
+        if text is None:
+            text = self._known[token] = str(self._tokenizer.decode([token], skip_special_tokens=False))
+        return text
