@@ -8,6 +8,7 @@ from eagle3.params import load_params
 
 ROOT = Path(__file__).parent.parent
 DEFAULT = (ROOT / "params.yaml").read_text()
+EPOCHS = next(line for line in DEFAULT.splitlines() if line.startswith("  epochs:"))
 
 
 def edited(tmp_path: Path, old: str, new: str) -> Path:
@@ -24,18 +25,18 @@ def test_the_default_file_is_valid() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [
-        ("  epochs: 4", "  epochs: 4\n  lrr: 1", "unknown key train.lrr"),
+        (EPOCHS, f"{EPOCHS}\n  lrr: 1", "unknown key train.lrr"),
         ("generate:", "generatte:", "unknown key generatte"),
-        ("  epochs: 4\n", "", "missing key train.epochs"),
-        ("  epochs: 4", "  epochs: four", "train.epochs"),
-        ("  epochs: 4", "  epochs: 4.5", "train.epochs"),
-        ("  epochs: 4", '  epochs: "4"', "train.epochs"),
-        ("  epochs: 4", "  epochs: 0", "train.epochs"),
+        (f"{EPOCHS}\n", "", "missing key train.epochs"),
+        (EPOCHS, "  epochs: four", "train.epochs"),
+        (EPOCHS, "  epochs: 4.5", "train.epochs"),
+        (EPOCHS, '  epochs: "4"', "train.epochs"),
+        (EPOCHS, "  epochs: 0", "train.epochs"),
         ("deduplicate: true", "deduplicate: yes", "prompts.deduplicate"),
         ("precision: bfloat16", "precision: bf16", "train.precision"),
         ("multi_turn: first", "multi_turn: middle", "prompts.multi_turn"),
         ("verifier:", "verifier: [", "not readable as YAML"),
-        ("  epochs: 4", "  epochs: &n 4", "anchors"),
+        (EPOCHS, "  epochs: &n 4", "anchors"),
         ("  learning_rate: 0.001", "  learning_rate: .nan", "train.learning_rate"),
     ],
 )

@@ -18,6 +18,7 @@ from tests.test_tokens import IDENTITY, STOP, response
 
 ROOT = Path(__file__).parent.parent
 DEFAULT = (ROOT / "params.yaml").read_text()
+EPOCHS = next(line for line in DEFAULT.splitlines() if line.startswith("  epochs:"))
 
 
 def settings(tmp_path: Path, verifier: Path, **changes: str) -> Path:
@@ -104,8 +105,8 @@ def checked(tmp_path: Path, old: str, new: str) -> Path:
 
 def test_the_check_writes_the_same_file_for_every_good_edit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    first = checked(tmp_path, "epochs: 4", "epochs: 4").read_bytes()
-    assert checked(tmp_path, "epochs: 4", "epochs: 5").read_bytes() == first
+    first = checked(tmp_path, EPOCHS, EPOCHS).read_bytes()
+    assert checked(tmp_path, EPOCHS, "  epochs: 50").read_bytes() == first
 
 
 @pytest.mark.parametrize(
@@ -116,7 +117,7 @@ def test_the_check_writes_the_same_file_for_every_good_edit(tmp_path: Path, monk
         ("validation_share: 0.05", "validation_share: 0.95", "leave nothing to train on"),
         ("shard_min_mib: 32", "shard_min_mib: 320", "shard_min_mib is above"),
         ("min_room_tokens: 16", "min_room_tokens: 1024", "no room for a prompt"),
-        ("epochs: 4", "epoch: 4", "unknown key train.epoch"),
+        (EPOCHS, EPOCHS.replace("epochs", "epoch"), "unknown key train.epoch"),
     ],
 )
 def test_the_check_refuses_what_cannot_work(
