@@ -28,7 +28,7 @@ def evaluate(
         write_table(out / "steps.parquet", (row for answer in answers for row in step_rows(answer)), STEPS)
         write_table(out / "answers.parquet", map(answer_row, answers), ANSWERS)
     summary = summarise(answers, params.evaluate.num_speculative_tokens)
-    write_plot(plots, summary)
+    write_plots(plots, summary)
     lossless = {"lossless_float32": identical(exact)} if exact else {}
     write_metrics(metrics, {**summary, "identical": identical(answers), **lossless})
     if lossless and lossless["lossless_float32"]["share"] < 1:
@@ -67,16 +67,17 @@ def decode(chosen: list[Prompt], folder: Path, draft: Path, params: Params, labe
     return answers
 
 
-def write_plot(path: Path, summary: Row) -> None:
-    """Acceptance rate by draft position, over all prompts and by category, as rows for `dvc plots show`."""
-    groups = {"all": summary, **summary["by_category"]}
-    rows = [
-        {"category": name, "position": position + 1, "acceptance_rate": group[f"acceptance_rate_{position + 1}"]}
-        for name, group in groups.items()
-        for position in range(sum(key.startswith("acceptance_rate_") for key in group))
+def write_plots(folder: Path, summary: Row) -> None:
+    """What `dvc plots show` draws: acceptance rate by draft position, acceptance length by category."""
+    rates = sorted(key for key in summary if key.startswith("acceptance_rate_"))
+    by_position = [{"position": place + 1, "acceptance_rate": summary[key]} for place, key in enumerate(rates)]
+    by_category = [
+        {"category": name, "acceptance_length": group["acceptance_length"]}
+        for name, group in summary["by_category"].items()
     ]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_file(path, json.dumps(rows, indent=1).encode())
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, rows in (("by_position", by_position), ("by_category", by_category)):
+        write_file(folder / f"acceptance_{name}.json", json.dumps(rows, indent=1).encode())
 
 
 def in_float32(params: Params) -> Params:

@@ -105,9 +105,9 @@ def test_the_cause_is_told_rather_than_what_followed(tmp_path: Path) -> None:
 
 def test_too_slow_a_start_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake(monkeypatch, "import time; print('loading', flush=True); time.sleep(600)")
-    engine = ENGINE.model_copy(update={"start_timeout_s": 1})
+    engine = ENGINE.model_copy(update={"start_timeout_s": 4})
     with (
-        pytest.raises(ValueError, match=r"engine\.start_timeout_s = 1 s; log: .*; it says: loading"),
+        pytest.raises(ValueError, match=r"engine\.start_timeout_s = 4 s; log: .*; it says: loading"),
         LocalServer(VERIFIER, engine, tmp_path, tmp_path / "server.log"),
     ):
         pass
