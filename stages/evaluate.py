@@ -4,11 +4,12 @@ import json
 from pathlib import Path
 
 from eagle3.acceptance import Answer, Prompt, identical, spread, summarise
-from eagle3.console import Progress, run_stage, say
+from eagle3.console import Progress, say
 from eagle3.lineage import check_draft
 from eagle3.params import Params, load_params
 from eagle3.schemas import ANSWERS, PROMPTS, STEPS
 from eagle3.serving.speculative import Decoder, decode_pairs
+from eagle3.stage import run_stage
 from eagle3.tables import Row, new_folder, read_table, write_metrics, write_table
 from eagle3.verifier import load_tokenizer, locate_verifier, prompt_ids, read_identity
 from eagle3.workstore import write_file

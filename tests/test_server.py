@@ -132,8 +132,8 @@ def test_the_whole_group_dies_with_a_killed_stage(tmp_path: Path, number: int) -
         import sys, time
         from pathlib import Path
         import pytest
-        from eagle3.console import run_stage
         from eagle3.serving.server import LocalServer
+        from eagle3.stage import run_stage
         from tests.test_server import ENGINE, FAKE, VERIFIER, fake
 
         def stage() -> None:
