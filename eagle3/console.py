@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import typer
 from tqdm import tqdm
 
 
@@ -77,14 +76,6 @@ def _clock(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
 
 
-def run_stage(stage: Callable[..., None]) -> None:
-    """Run one stage as a command line: its parameters are the arguments; a user's mistake is one line and exit 1."""
-    signal.signal(signal.SIGTERM, _interrupt)
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(guarded(stage))
-    app()
-
-
 def guarded(command: Callable[..., None]) -> Callable[..., None]:
     """The command with its errors made readable: ValueError and OSError become one line and exit 1, an interruption
     exit 130. Set EAGLE3_TRACEBACK to see where an error came from."""
@@ -107,6 +98,7 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
-def _interrupt(*_: object) -> None:
+def interrupt(*_: object) -> None:
+    """Handler of SIGTERM."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise Interrupted

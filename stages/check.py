@@ -6,8 +6,8 @@ from pathlib import Path
 
 from ruamel.yaml import YAML
 
-from eagle3.console import run_stage
 from eagle3.params import Params, load_params
+from eagle3.stage import run_stage
 from eagle3.workstore import write_file
 
 

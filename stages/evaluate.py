@@ -4,11 +4,12 @@ import json
 from pathlib import Path
 
 from eagle3.acceptance import Answer, Prompt, identical, spread, summarise
-from eagle3.console import Progress, run_stage, say
+from eagle3.console import Progress, say
 from eagle3.lineage import check_draft
 from eagle3.params import Params, load_params
 from eagle3.schemas import ANSWERS, PROMPTS, STEPS
 from eagle3.serving.speculative import Decoder, decode_pairs
+from eagle3.stage import run_stage
 from eagle3.tables import Row, new_folder, read_table, write_metrics, write_table
 from eagle3.verifier import load_tokenizer, locate_verifier, prompt_ids, read_identity
 from eagle3.workstore import write_file
@@ -28,7 +29,7 @@ def evaluate(
         write_table(out / "steps.parquet", (row for answer in answers for row in step_rows(answer)), STEPS)
         write_table(out / "answers.parquet", map(answer_row, answers), ANSWERS)
     summary = summarise(answers, params.evaluate.num_speculative_tokens)
-    write_plot(plots, summary)
+    write_plots(plots, summary)
     lossless = {"lossless_float32": identical(exact)} if exact else {}
     write_metrics(metrics, {**summary, "identical": identical(answers), **lossless})
     if lossless and lossless["lossless_float32"]["share"] < 1:
@@ -67,16 +68,17 @@ def decode(chosen: list[Prompt], folder: Path, draft: Path, params: Params, labe
     return answers
 
 
-def write_plot(path: Path, summary: Row) -> None:
-    """Acceptance rate by draft position, over all prompts and by category, as rows for `dvc plots show`."""
-    groups = {"all": summary, **summary["by_category"]}
-    rows = [
-        {"category": name, "position": position + 1, "acceptance_rate": group[f"acceptance_rate_{position + 1}"]}
-        for name, group in groups.items()
-        for position in range(sum(key.startswith("acceptance_rate_") for key in group))
+def write_plots(folder: Path, summary: Row) -> None:
+    """What `dvc plots show` draws: acceptance rate by draft position, acceptance length by category."""
+    rates = sorted(key for key in summary if key.startswith("acceptance_rate_"))
+    by_position = [{"position": place + 1, "acceptance_rate": summary[key]} for place, key in enumerate(rates)]
+    by_category = [
+        {"category": name, "acceptance_length": group["acceptance_length"]}
+        for name, group in summary["by_category"].items()
     ]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_file(path, json.dumps(rows, indent=1).encode())
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, rows in (("by_position", by_position), ("by_category", by_category)):
+        write_file(folder / f"acceptance_{name}.json", json.dumps(rows, indent=1).encode())
 
 
 def in_float32(params: Params) -> Params:

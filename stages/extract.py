@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from eagle3.console import Progress, run_stage, say
+from eagle3.console import Progress, say
 from eagle3.hidden_states import (
     OpenShard,
     ShardFacts,
@@ -27,6 +27,7 @@ from eagle3.hidden_states import (
 from eagle3.params import Params, load_params
 from eagle3.serving.engine import runs_on_cpu
 from eagle3.serving.recorder import StateRecorder
+from eagle3.stage import run_stage
 from eagle3.tables import Account, write_metrics
 from eagle3.verifier import VerifierIdentity, load_head, locate_verifier, read_identity
 from eagle3.workstore import work_folder, work_root

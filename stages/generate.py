@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from eagle3.console import run_stage
 from eagle3.params import load_params
 from eagle3.schemas import RESPONSES
 from eagle3.serving.generation import Generation
+from eagle3.stage import run_stage
 from eagle3.tables import Account, write_metrics, write_parts
 from eagle3.verifier import read_identity
 from eagle3.workstore import RowStore, work_folder

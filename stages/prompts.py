@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from eagle3.console import Progress, run_stage, say
+from eagle3.console import Progress, say
 from eagle3.params import load_params
 from eagle3.prompts import Collector, count_metrics, write_splits
 from eagle3.schemas import REJECTED
+from eagle3.stage import run_stage
 from eagle3.tables import Account, Row, write_metrics, write_table
 
 

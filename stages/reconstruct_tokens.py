@@ -7,10 +7,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from eagle3.console import Progress, run_stage, visible
+from eagle3.console import Progress, visible
 from eagle3.params import ReconstructTokensParams, load_params
 from eagle3.reasoning import Pieces, ThinkingFinder
 from eagle3.schemas import RESPONSES, TOKENS, sample_name
+from eagle3.stage import run_stage
 from eagle3.tables import Account, Row, count_parts, read_parts, write_metrics, write_parts
 from eagle3.tokens import Unusable, reconstruct
 from eagle3.verifier import load_tokenizer, read_identity

@@ -7,7 +7,7 @@ python -m stages.train data/hidden_states data/verifier.json data/draft data/met
 import json
 from pathlib import Path
 
-from eagle3.console import run_stage, say
+from eagle3.console import say
 from eagle3.draft.checkpoint import CheckpointStore
 from eagle3.draft.data import count_generated, read_corpus
 from eagle3.draft.export import export_draft
@@ -16,6 +16,7 @@ from eagle3.draft.training import Trainer, choose_device, run_key, run_metrics
 from eagle3.draft.vocab import choose_vocabulary
 from eagle3.lineage import write_lineage
 from eagle3.params import load_params
+from eagle3.stage import run_stage
 from eagle3.tables import INDEX, write_metrics
 from eagle3.verifier import load_head, locate_verifier, read_identity, verifier_digest
 from eagle3.workstore import work_folder

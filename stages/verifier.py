@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from eagle3.console import run_stage
 from eagle3.params import load_params
+from eagle3.stage import run_stage
 from eagle3.verifier import identify_verifier, write_identity
 
 

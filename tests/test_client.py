@@ -66,7 +66,7 @@ def ask(
             await client.answer_all(iter(questions(texts, **changes)), found.append, alive, len(texts))
 
     run_async(main)
-    by_text = {outcome.question.prompt_id: outcome for outcome in found}
+    by_text = {outcome.question.row_id: outcome for outcome in found}
     assert len(by_text) == len(found) == len(texts)
     return by_text
 
@@ -417,7 +417,7 @@ def test_g11_one_slow_row_among_many_holds_nothing_up_and_memory_stays() -> None
         async with Client([server.url], service(), backoff_s=0.01) as client:
             await client.preflight()
             await client.answer_all(
-                stream(), lambda outcome: order.append(outcome.question.prompt_id), lambda: None, len(texts)
+                stream(), lambda outcome: order.append(outcome.question.row_id), lambda: None, len(texts)
             )
 
     with FaultyServer(lambda text, _n: Fault(delay_s=3.0 if text == "q0" else 0.0)) as server:

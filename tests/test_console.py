@@ -15,7 +15,8 @@ from eagle3.console import Progress, visible
 SCRIPT = """
 import time
 from pathlib import Path
-from eagle3.console import Progress, run_stage
+from eagle3.console import Progress
+from eagle3.stage import run_stage
 def work(what: Path) -> None:
     "Does WHAT is named."
     if str(what) == "mistake":

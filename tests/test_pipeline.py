@@ -107,7 +107,7 @@ def test_every_stage_waits_for_the_check(stage: str) -> None:
 
 
 def test_every_out_is_ignored_by_a_committed_entry() -> None:
-    outs = [out if isinstance(out, str) else next(iter(out)) for s in STAGES.values() for out in s.get("outs", [])]
+    outs = [out for stage in STAGES.values() for out in stage.get("outs", []) if isinstance(out, str)]
     for out in outs:
         # DVC's own entries in data/.gitignore vanish when a stage fails, so ours in /.gitignore must do alone.
         result = subprocess.run(

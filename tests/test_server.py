@@ -105,9 +105,9 @@ def test_the_cause_is_told_rather_than_what_followed(tmp_path: Path) -> None:
 
 def test_too_slow_a_start_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake(monkeypatch, "import time; print('loading', flush=True); time.sleep(600)")
-    engine = ENGINE.model_copy(update={"start_timeout_s": 1})
+    engine = ENGINE.model_copy(update={"start_timeout_s": 4})
     with (
-        pytest.raises(ValueError, match=r"engine\.start_timeout_s = 1 s; log: .*; it says: loading"),
+        pytest.raises(ValueError, match=r"engine\.start_timeout_s = 4 s; log: .*; it says: loading"),
         LocalServer(VERIFIER, engine, tmp_path, tmp_path / "server.log"),
     ):
         pass
@@ -132,8 +132,8 @@ def test_the_whole_group_dies_with_a_killed_stage(tmp_path: Path, number: int) -
         import sys, time
         from pathlib import Path
         import pytest
-        from eagle3.console import run_stage
         from eagle3.serving.server import LocalServer
+        from eagle3.stage import run_stage
         from tests.test_server import ENGINE, FAKE, VERIFIER, fake
 
         def stage() -> None:

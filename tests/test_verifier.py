@@ -165,6 +165,6 @@ def test_a_foreign_identity_file_is_named(tmp_path: Path) -> None:
 
 def test_prompt_ids_end_where_the_verifier_answers(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    ids = prompt_ids(tokenizer, [{"role": "user", "content": "How many apples?"}], params(folder), {})
+    ids = prompt_ids(tokenizer, [{"role": "user", "content": "How many apples?"}], {})
     assert tokenizer.decode(ids) == "<|im_start|>user\nHow many apples?<|im_end|>\n<|im_start|>assistant\n"
     assert ids.count(tokenizer.convert_tokens_to_ids("<|im_start|>")) == 2
