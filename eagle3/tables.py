@@ -34,7 +34,7 @@ class Rejected:
     """Rows of schemas.REJECTED, in order. A few stay in memory, more of them in a temporary file."""
 
     def __init__(self) -> None:
-        self._file = tempfile.SpooledTemporaryFile(max_size=REJECTED_BYTES)
+        self._file = tempfile.SpooledTemporaryFile(max_size=REJECTED_BYTES)  # noqa: SIM115 - lives as long as this
         self._count = 0
 
     def append(self, row: Row) -> None:

@@ -299,6 +299,7 @@ class Client:
         floor = min(wanted, limits.min_room_tokens)
         most, spare, tries, measured = wanted, self.service.params.retries, 0, False
         exact: int | None = None  # tokens of the prompt, where they matter
+        failed_at: Endpoint | None = None
         if len(self.hello_ids) + question.most_tokens + wanted > limits.max_tokens:
             exact = await self._count_tokens(question)
         while True:
@@ -307,7 +308,7 @@ class Client:
                 if most < floor:
                     return Outcome(question, _too_long(exact, limits), {}, 0.0, tries)
             tries, began = tries + 1, time.monotonic()
-            result = await self._ask(question, most)
+            result, endpoint = await self._ask(question, most, failed_at)
             if isinstance(result, Answer):
                 prompt_tokens = len(result.prompt_token_ids)
                 if measured or fits(result, most, wanted, limits):
@@ -324,27 +325,29 @@ class Client:
             elif result.lasting or not spare:
                 return Outcome(question, result, {}, time.monotonic() - began, tries)
             else:
-                spare -= 1
+                spare, failed_at = spare - 1, endpoint
                 pause_s = result.pause_s * random.uniform(1.0, 1.1)
                 await asyncio.sleep(max(pause_s, self._delay(self.service.params.retries - spare)))
 
-    async def _ask(self, question: Question, most: int) -> Answer | Refusal:
-        """One try at the least loaded endpoint."""
-        endpoint = await self.pool.take()
+    async def _ask(self, question: Question, most: int, avoid: Endpoint | None) -> tuple[Answer | Refusal, Endpoint]:
+        """One try at the least loaded endpoint, and which one that was."""
+        endpoint = await self.pool.take(avoid)
+        try:
+            return await self._try(endpoint, question, most), endpoint
+        finally:
+            self.pool.give(endpoint)
+
+    async def _try(self, endpoint: Endpoint, question: Question, most: int) -> Answer | Refusal:
         timeout_s = request_timeout_s(most, self.service.params.concurrency)
+        payload = self._payload(endpoint, question, most)
         self.tally.requests_sent += 1
         try:
-            payload = self._payload(endpoint, question, most)
             reply = await self._call(endpoint, "POST", f"{endpoint.url}/chat/completions", payload, timeout_s)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             return self._broken(endpoint, error, timeout_s)
-        finally:
-            self.pool.give(endpoint)
         if reply.status != HTTPStatus.OK:
             return self._refusal(endpoint, reply)
-        was_out = endpoint.out
         endpoint.answered()
-        self.pool.wake(endpoint.room if was_out else 0)
         try:
             return read_answer(reply.body, self.service.limits)
         except BadAnswerError as bad:
@@ -503,17 +506,17 @@ class Client:
 
     async def _put_back(self, endpoint: Endpoint) -> None:
         endpoint.probes += 1
+        endpoint.probe_at = time.monotonic() + self._delay(endpoint.probes)
         try:
             health = await self._call(endpoint, "GET", f"{endpoint.root}/health", timeout_s=5, as_text=True)
             if health.status not in (HTTPStatus.OK, *NO_SUCH_PAGE):
                 raise UnreachableError(f"HTTP {health.status} from /health")
             endpoint.engine = await self._check(endpoint)
         except (aiohttp.ClientError, OSError, UnreachableError):
-            endpoint.probe_at = time.monotonic() + self._delay(endpoint.probes)
             return
         self._one_engine()
-        endpoint.answered()
-        self.pool.wake(endpoint.room)
+        endpoint.put_back()
+        self.pool.serve()
 
     async def tokens_so_far(self) -> float:
         """Tokens that the servers have read and written, as their metrics say; 0 where they do not say."""

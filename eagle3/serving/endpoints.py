@@ -1,13 +1,16 @@
 """The servers of a client: which one is asked next, and what a reply says about its health.
 
-asked while it has room -> 3 failures in a row -> out -> a probe that it answers, or a late answer -> asked again
-HTTP 429                -> asked for fewer at a time, and again for more as answers come
+The least loaded one is next, and
+    3 failures in a row           take it out: it gets no questions, only probes, ever more rarely
+    a probe that it answers       puts it back on trial: the next failure takes it out again
+    an answer                     ends the trial
+    HTTP 429                      gives it fewer at a time, and again more as answers come
+    a question that failed there  is asked elsewhere if there is another
 """
 
 import re
 import time
 from asyncio import Future, get_running_loop
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -39,7 +42,7 @@ class Endpoint:
     failures: int = 0  # in a row
     spared_until: float = 0.0  # time.monotonic() before which others are preferred
     out: bool = False  # gets no questions
-    probes: int = 0  # since it is out
+    probes: int = 0  # since it answered a question
     probe_at: float = 0.0  # time.monotonic() of the next one
     trouble: str = ""  # what went wrong last
     _step: int = 0
@@ -60,24 +63,27 @@ class Endpoint:
             self.take_out()
 
     def take_out(self) -> None:
-        """No more questions until it answers a probe, the first of which is due at once."""
-        self.out, self.probes, self.probe_at = True, 0, 0.0
+        """No more questions until it answers a probe."""
+        self.out = True
         say(f"{self.url} is left out until it answers again: {self.trouble}")
 
     def busy(self, pause_s: float) -> None:
-        """It has more than it wants: what is in flight now is what it can do."""
-        self.room, self._step = max(1, min(self.room, self.in_flight)), 0
+        """It has more than it wants: what is in flight beside this request is what it can do."""
+        self.room, self._step = max(1, min(self.room, self.in_flight) - 1), 0
         self.spared_until = time.monotonic() + pause_s
 
     def answered(self) -> None:
         """It works."""
-        self.failures = 0
+        self.failures = self.probes = 0
+        self.out = False
         self._step += 1
         if self.room < self.most and self._step >= ANSWERS_PER_STEP:
             self.room, self._step = self.room + 1, 0
-        if self.out:
-            self.out = False
-            say(f"{self.url} answers again")
+
+    def put_back(self) -> None:
+        """It answered a probe, which is not yet an answer to a question."""
+        self.out, self.failures = False, OUT_AFTER - 1
+        say(f"{self.url} answers again")
 
 
 @dataclass
@@ -85,7 +91,7 @@ class Pool:
     """The endpoints of a run. `take` gives the least loaded one that has room; each must come back by `give`."""
 
     endpoints: list[Endpoint] = field(default_factory=list)
-    _waiting: deque[Future[None]] = field(default_factory=deque)
+    _waiting: list[tuple[Future[Endpoint], Endpoint | None]] = field(default_factory=list)  # and whom they avoid
 
     def __iter__(self) -> Iterator[Endpoint]:
         return iter(self.endpoints)
@@ -103,31 +109,42 @@ class Pool:
         now = time.monotonic()
         return min(self.endpoints, key=lambda e: (e.out, e.spared_until > now, e.in_flight, e.failures))
 
-    async def take(self) -> Endpoint:
-        """Waits while every endpoint is out or full."""
-        while True:
-            now = time.monotonic()
-            free = [e for e in self.endpoints if not e.out and e.in_flight < e.room]
-            if free:
-                endpoint = min(free, key=lambda e: (e.spared_until > now, e.in_flight, e.failures))
-                endpoint.in_flight += 1
-                return endpoint
-            turn = get_running_loop().create_future()
-            self._waiting.append(turn)
-            await turn
+    async def take(self, avoid: Endpoint | None) -> Endpoint:
+        """Waits while every endpoint is out or full. avoid: taken only while all others are out."""
+        endpoint = self._free(avoid)
+        if endpoint is not None:
+            endpoint.in_flight += 1
+            return endpoint
+        turn: Future[Endpoint] = get_running_loop().create_future()
+        self._waiting.append((turn, avoid))
+        return await turn
 
     def give(self, endpoint: Endpoint) -> None:
         """A request has ended."""
         endpoint.in_flight -= 1
-        self.wake(1)
+        self.serve()
 
-    def wake(self, count: int) -> None:
-        """Let so many of those that wait look again."""
-        while self._waiting and count:
-            turn = self._waiting.popleft()
-            if not turn.done():  # else its task was cancelled
-                turn.set_result(None)
-                count -= 1
+    def serve(self) -> None:
+        """Hand what is free to those that wait, the first one first."""
+        left: list[tuple[Future[Endpoint], Endpoint | None]] = []
+        for place, (turn, avoid) in enumerate(self._waiting):
+            if self._free(None) is None:
+                left += self._waiting[place:]
+                break
+            endpoint = None if turn.done() else self._free(avoid)
+            if endpoint is not None:
+                endpoint.in_flight += 1
+                turn.set_result(endpoint)
+            elif not turn.done():  # else its task was cancelled
+                left.append((turn, avoid))
+        self._waiting = left
+
+    def _free(self, avoid: Endpoint | None) -> Endpoint | None:
+        now = time.monotonic()
+        up = [endpoint for endpoint in self.endpoints if not endpoint.out]
+        usable = [endpoint for endpoint in up if endpoint is not avoid] or up
+        free = [endpoint for endpoint in usable if endpoint.in_flight < endpoint.room]
+        return min(free, key=lambda e: (e.spared_until > now, e.in_flight, e.failures), default=None)
 
 
 def retry_after_s(header: str | None) -> float:
