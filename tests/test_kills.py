@@ -108,21 +108,28 @@ def test_of_dvc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = undisturbed(tmp_path, monkeypatch)
     with ServerProcess(tmp_path, delay_s=0.05) as server:
         project = Project(tmp_path / "project")
-        project.edit([], settings(endpoints=[server.url], concurrency=CONCURRENCY))
+        project.edit(
+            [{"path": "data/prompts/mine.jsonl", "name": "mine"}],
+            settings(endpoints=[server.url], concurrency=CONCURRENCY),
+        )
         stage = Stage(tmp_path / "inputs", server.url, TEXTS, concurrency=CONCURRENCY)
         lay_out(stage, project)
         kills = Kills(server, stage, project.folder / ".work", seed=3)
-        for number in range(KILLS):
+        refused = False
+        for _ in range(KILLS):
             dvc = repro(project)
             kills.await_moment()
+            dvc.send_signal(signal.SIGSTOP)  # so that it starts nothing while we look
             orphans = psutil.Process(dvc.pid).children(recursive=True)
-            assert orphans
             dvc.send_signal(signal.SIGKILL)
-            dvc.communicate()
-            if number == 0:
+            dvc.wait()
+            if orphans and not refused:
+                for orphan in orphans:
+                    orphan.suspend()  # so that it is still there
                 again = repro(project)
                 told, _ = again.communicate()
-                assert again.returncode != 0 and "is in use by process" in told, told
+                refused = again.returncode != 0 and "is in use by process" in told
+                assert refused, told
             for orphan in orphans:
                 orphan.kill()
             psutil.wait_procs(orphans)
@@ -140,6 +147,7 @@ def test_of_dvc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def lay_out(stage: Stage, project: Project) -> None:
     """What the stages before generate would have made."""
     data = project.folder / "data"
+    data.mkdir()
     (stage.folder / "prompts").rename(data / "prompts")
     (data / "verifier.json").write_text((stage.folder / "verifier.json").read_text())
     (data / "check.txt").write_text("checked\n")
