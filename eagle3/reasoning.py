@@ -86,8 +86,10 @@ def find_markers(params: ReasoningParams, tokenizer: Any) -> Markers:
     if params.format != "custom":
         absent = [text for text in (texts.start, texts.end) if text not in vocabulary]
         if absent and params.format == "auto":
-            return NO_MARKERS
-        if absent:
+            template = str(tokenizer.chat_template or "")
+            if texts.start not in template or texts.end not in template:
+                return NO_MARKERS  # else they are ordinary tokens that the template teaches
+        elif absent:
             raise ValueError(
                 f"reasoning.format is {params.format}, but the verifier's tokenizer has no token "
                 f"{' or '.join(absent)}; use another format, or custom with reasoning.start and reasoning.end"

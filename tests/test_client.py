@@ -465,7 +465,7 @@ class Stage:
             lines[at] = f"  {name}: {json.dumps(value)}"
             params = "\n".join(lines) + "\n"
         (folder / "params.yaml").write_text(
-            params.replace("bundled:smollm2-135m-instruct", MODEL).replace("max_model_len: 1024", "max_model_len: 512")
+            params.replace("bundled:smollm2-135m-think", MODEL).replace("max_model_len: 1024", "max_model_len: 512")
         )
         write_splits(folder / "prompts", map(self._row, range(len(texts))))
         identity = VerifierIdentity(

@@ -114,6 +114,13 @@ def test_formats_without_thinking() -> None:
     assert parser_name(params(format="auto")) is None
 
 
+def test_a_template_that_shows_thinking_makes_auto_look_for_it_in_text() -> None:
+    words = tokenizer()
+    words.chat_template = "... <think> ... </think> ..."
+    markers = find_markers(params(format="auto"), words)
+    assert markers.end is not None and len(markers.end.ids) > 1
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [

@@ -22,7 +22,7 @@ EPOCHS = next(line for line in DEFAULT.splitlines() if line.startswith("  epochs
 
 
 def settings(tmp_path: Path, verifier: Path, **changes: str) -> Path:
-    text = DEFAULT.replace("bundled:smollm2-135m-instruct", str(verifier))
+    text = DEFAULT.replace("bundled:smollm2-135m-think", str(verifier))
     for key, value in changes.items():
         line = next(line for line in text.splitlines() if line.strip().startswith(f"{key}:"))
         text = text.replace(line, f"{line.partition(':')[0]}: {value}")

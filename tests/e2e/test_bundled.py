@@ -56,6 +56,13 @@ def test_the_recorded_states_explain_what_the_verifier_wrote(project: Project) -
     assert project.metrics("extract")["rows_out"] == project.metrics("train")["rows_in"]
 
 
+def test_the_verifier_thinks_and_closes_its_thinking(project: Project) -> None:
+    metrics = project.metrics("reconstruct_tokens")
+    assert metrics["thinking"]["opened_by_prompt"] == metrics["rows_out"]
+    assert metrics["thinking"]["ended_by_marker"] > 0.5 * metrics["rows_out"]
+    assert metrics["thinking_share"] > 0.2
+
+
 def test_speculation_is_lossless_in_float32(project: Project) -> None:
     assert project.metrics("evaluate")["lossless_float32"] == {"share": 1.0, "shared_prefix": 1.0, "compared": 2}
 
