@@ -31,7 +31,7 @@ SETTINGS: dict[str, Any] = {
     "prompts.evaluation_share": 0.1,
     "extract.shard_min_mib": 4,
     "extract.shard_max_mib": 16,
-    "train.epochs": 12,
+    "train.epochs": 6,
     "train.validations": 2,
     "evaluate.num_prompts": 4,
     "evaluate.max_new_tokens": 32,
