@@ -11,7 +11,6 @@ so that it cannot pass for a heading, and where it has the brackets that mark sp
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import typer
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from eagle3.console import visible
+from eagle3.reasoning import Pieces
 from eagle3.schemas import TOKENS
 from eagle3.tables import Row, check_part, count_parts, list_parts, read_columns, read_table
 
@@ -62,7 +61,7 @@ class Words:
         self._tokenizer = tokenizer
         self._known = set(tokenizer.get_vocab().values())
         self._added = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items()}
-        self.piece = cache(self._piece)
+        self._pieces = Pieces(tokenizer)
 
     def special(self, token: int) -> str | None:
         """How a special token is shown; None for an ordinary one."""
@@ -74,19 +73,9 @@ class Words:
         """The text of ordinary tokens that follow each other."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    def _piece(self, token: int) -> str:
+    def piece(self, token: int) -> str:
         """The text of one ordinary token; bytes that are no text by themselves are spelled out."""
-        text = self.text([token])
-        name = str(self._tokenizer.convert_ids_to_tokens(token))
-        if "\ufffd" not in text or not all(c in _bytes() for c in name):
-            return text if "\ufffd" not in text else name
-        return bytes(_bytes()[c] for c in name).decode(errors="backslashreplace")
-
-
-@cache
-def _bytes() -> dict[str, int]:
-    """Byte by its letter in a byte-level vocabulary."""
-    return {letter: number for number, letter in bytes_to_unicode().items()}
+        return self._pieces[token].decode(errors="backslashreplace")
 
 
 def one_sample(folder: Path, which: str) -> tuple[int, Row]:
@@ -206,7 +195,7 @@ def _part(label: str, start: int, end: int, row: Row, view: View) -> str:
 
 def _text_lines(label: str, start: int, end: int, row: Row, view: View) -> str:
     """Indented lines. Masked tokens are dim; a line break of the text is a mark and a new line."""
-    ids, mask = row["input_ids"][start:end].tolist(), np.asarray(row["loss_mask"][start:end]).tolist()
+    ids, mask = (np.asarray(row[name][start:end]).tolist() for name in ("input_ids", "loss_mask"))
     shown = []
     for (special, learnt), run in groupby(
         zip(ids, mask, strict=True), lambda pair: (view.words.special(pair[0]), pair[1])
