@@ -9,6 +9,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def write_table(path: Path, rows: Iterable[Row], schema: pa.Schema, batch_rows: 
     count = 0
     with naming(path), pq.ParquetWriter(aside, schema, compression="zstd") as writer:
         for batch in _batches(rows, batch_rows):
-            writer.write_table(pa.Table.from_pylist(batch, schema=schema))
+            writer.write_table(_table(batch, schema))
             count += len(batch)
     aside.replace(path)
     return count
@@ -84,19 +85,33 @@ def read_table(path: Path, schema: pa.Schema, batch_rows: int = 256, *, arrays: 
 
     arrays: lists of numbers come as NumPy arrays, which is many times faster; a list with a null in it stays a list.
     """
+    with _reading(path), pq.ParquetFile(path) as file:
+        _check_columns(path, file, schema)
+        for batch in file.iter_batches(batch_size=batch_rows, columns=schema.names):
+            yield from _rows(batch) if arrays else batch.to_pylist()
+
+
+def read_columns(path: Path, schema: pa.Schema) -> pa.Table:
+    """Some columns of one Parquet file, whole; of a part without a look at its digest. Raises like read_table."""
+    with _reading(path), pq.ParquetFile(path) as file:
+        _check_columns(path, file, schema)
+        return file.read(columns=schema.names)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
     try:
-        with pq.ParquetFile(path) as file:
-            absent = [name for name in schema.names if name not in file.schema_arrow.names]
-            if absent:
-                raise ValueError(
-                    f"{path}: column {', '.join(absent)} is missing; has {', '.join(file.schema_arrow.names)}"
-                )
-            for batch in file.iter_batches(batch_size=batch_rows, columns=schema.names):
-                yield from _rows(batch) if arrays else batch.to_pylist()
+        yield
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file; `dvc repro` makes it") from None
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path}: not readable as Parquet: {error}") from None
+
+
+def _check_columns(path: Path, file: pq.ParquetFile, schema: pa.Schema) -> None:
+    absent = [name for name in schema.names if name not in file.schema_arrow.names]
+    if absent:
+        raise ValueError(f"{path}: column {', '.join(absent)} is missing; has {', '.join(file.schema_arrow.names)}")
 
 
 @contextmanager
@@ -123,9 +138,8 @@ def write_parts(out: Path, rows: Iterable[Row], schema: pa.Schema, key: str, acc
     with new_folder(out) as folder:
         index = []
         for part in _parts(rows, key):
-            table = pa.Table.from_pylist(part, schema=schema)
             name = f"part-{digest([row[key] for row in part])[:16]}.parquet"
-            pq.write_table(table, folder / name, compression="zstd")
+            pq.write_table(_table(part, schema), folder / name, compression="zstd")
             size = (folder / name).stat().st_size
             index.append({"file": name, "rows": len(part), "bytes": size, "sha256": digest_file(folder / name)})
         write_table(folder / "rejected.parquet", account.rejected, REJECTED)
@@ -138,15 +152,37 @@ def read_parts(folder: Path, schema: pa.Schema, *, arrays: bool = False) -> Iter
 
     arrays: see read_table.
     """
-    for part in read_table(folder / INDEX, PARTS):
-        path = folder / part["file"]
-        if path.parent != folder or not path.is_file():
+    for part in list_parts(folder):
+        check_part(part)
+        yield from read_table(part.path, schema, arrays=arrays)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a folder, as the index has it."""
+
+    path: Path
+    rows: int
+    bytes: int
+    sha256: str
+
+
+def list_parts(folder: Path) -> Iterator[Part]:
+    """The parts of a folder, in order. Raises ValueError for one that is missing or lies elsewhere."""
+    for row in read_table(folder / INDEX, PARTS):
+        part = Part(folder / row["file"], row["rows"], row["bytes"], row["sha256"])
+        if part.path.parent != folder or not part.path.is_file():
             raise ValueError(
-                f"{path}: named by {folder / INDEX} but not there; `dvc checkout` or `dvc repro` restores it"
+                f"{part.path}: named by {folder / INDEX} but not there; `dvc checkout` or `dvc repro` restores it"
             )
-        if path.stat().st_size != part["bytes"] or digest_file(path) != part["sha256"]:
-            raise ValueError(f"{path}: differs from its digest in {folder / INDEX}; `dvc checkout --force` restores it")
-        yield from read_table(path, schema, arrays=arrays)
+        yield part
+
+
+def check_part(part: Part) -> None:
+    """Raises ValueError for a part that differs from its digest."""
+    if part.path.stat().st_size != part.bytes or digest_file(part.path) != part.sha256:
+        index = part.path.with_name(INDEX)
+        raise ValueError(f"{part.path}: differs from its digest in {index}; `dvc checkout --force` restores it")
 
 
 def count_parts(folder: Path) -> int:
@@ -167,6 +203,18 @@ def _refuse_other_than_numbers(value: Any, name: str) -> None:
             _refuse_other_than_numbers(inner, f"{name}: {key}")
     elif isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"metric {name} is {value!r}; only finite numbers may be written")
+
+
+def _table(rows: list[Row], schema: pa.Schema) -> pa.Table:
+    """Rows as a table; lists of numbers that are arrays in every row are copied whole, not number by number."""
+    return pa.Table.from_arrays([_filled([row[f.name] for row in rows], f.type) for f in schema], schema=schema)
+
+
+def _filled(values: list[Any], kind: pa.DataType) -> pa.Array:
+    if not pa.types.is_list(kind) or not values or not all(isinstance(value, np.ndarray) for value in values):
+        return pa.array(values, kind)
+    edges = np.cumsum([0, *map(len, values)], dtype=np.int32)
+    return pa.ListArray.from_arrays(edges, pa.array(np.concatenate(values), kind.value_type), type=kind)
 
 
 def _rows(batch: pa.RecordBatch) -> Iterator[Row]:
