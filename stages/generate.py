@@ -21,7 +21,8 @@ def generate(prompts: Path, verifier: Path, responses: Path, metrics: Path, para
     account = Account("generate", params.generate.max_failed_share, "max_failed_share")
     with work_folder("generate") as folder, RowStore(folder / "responses.sqlite") as store:
         identity = read_identity(verifier)
-        run = Generation(prompts, params.verifier, params.engine, params.generate, identity, store)
+        own = params.generate
+        run = Generation(prompts, params.verifier, params.engine, params.reasoning, own, identity, store)
         run.find_engine()
         run.ask_missing()
         write_parts(responses, run.rows(account), RESPONSES, "prompt_id", account)

@@ -74,6 +74,7 @@ class Refusal:
     reason: str
     detail: str
     lasting: bool = False
+    pause_s: float = 0.0  # the server asked to be left alone for so long
 
 
 class BadAnswerError(Exception):
@@ -131,6 +132,11 @@ def unit_key(question: Question, params: GenerateParams, verifier_digest: str, e
 def refusal_key(key: str, min_room_tokens: int) -> str:
     """Key of a lasting refusal in the work store."""
     return digest([key, "refused", min_room_tokens])
+
+
+def failure_key(key: str) -> str:
+    """Key of what a run has to say about an answer that it did not get; no later run reads it."""
+    return digest([key, "failed"])
 
 
 def read_answer(body: Any, limits: Limits) -> Answer:
