@@ -7,13 +7,14 @@ import json
 import math
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from eagle3.boundaries import cut_points
@@ -79,11 +80,18 @@ def write_table(path: Path, rows: Iterable[Row], schema: pa.Schema, batch_rows: 
     return count
 
 
-def read_table(path: Path, schema: pa.Schema, batch_rows: int = 256, *, arrays: bool = False) -> Iterator[Row]:
+#: A column and some of its values: only rows that have one of them are wanted.
+Only = tuple[str, Collection[str]]
+
+
+def read_table(
+    path: Path, schema: pa.Schema, batch_rows: int = 256, *, arrays: bool = False, only: Only | None = None
+) -> Iterator[Row]:
     """Rows of one Parquet file, a batch at a time. Raises ValueError for a file that is missing, damaged or foreign.
 
     arrays: lists of numbers come as NumPy arrays, which is many times faster; a list with a null in it stays a list.
     """
+    wanted = None if only is None else pa.array(sorted(only[1]), pa.string())
     try:
         with pq.ParquetFile(path) as file:
             absent = [name for name in schema.names if name not in file.schema_arrow.names]
@@ -92,6 +100,8 @@ def read_table(path: Path, schema: pa.Schema, batch_rows: int = 256, *, arrays: 
                     f"{path}: column {', '.join(absent)} is missing; has {', '.join(file.schema_arrow.names)}"
                 )
             for batch in file.iter_batches(batch_size=batch_rows, columns=schema.names):
+                if only is not None:
+                    batch = batch.filter(pc.is_in(batch.column(only[0]), value_set=wanted))
                 yield from _rows(batch) if arrays else batch.to_pylist()
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file; `dvc repro` makes it") from None
@@ -133,11 +143,17 @@ def write_parts(out: Path, rows: Iterable[Row], schema: pa.Schema, key: str, acc
         write_table(folder / INDEX, index, PARTS)
 
 
-def read_parts(folder: Path, schema: pa.Schema, *, arrays: bool = False) -> Iterator[Row]:
+def read_parts(folder: Path, schema: pa.Schema, *, arrays: bool = False, only: Only | None = None) -> Iterator[Row]:
     """Rows of a folder of parts, in order. Raises ValueError for a missing, damaged or foreign part.
 
-    arrays: see read_table.
+    arrays, only: see read_table.
     """
+    for path in part_paths(folder):
+        yield from read_table(path, schema, arrays=arrays, only=only)
+
+
+def part_paths(folder: Path) -> Iterator[Path]:
+    """The parts of a folder, in order, each checked. Raises ValueError for a missing or damaged one."""
     for part in read_table(folder / INDEX, PARTS):
         path = folder / part["file"]
         if path.parent != folder or not path.is_file():
@@ -146,7 +162,7 @@ def read_parts(folder: Path, schema: pa.Schema, *, arrays: bool = False) -> Iter
             )
         if path.stat().st_size != part["bytes"] or digest_file(path) != part["sha256"]:
             raise ValueError(f"{path}: differs from its digest in {folder / INDEX}; `dvc checkout --force` restores it")
-        yield from read_table(path, schema, arrays=arrays)
+        yield path
 
 
 def count_parts(folder: Path) -> int:
