@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from eagle3.boundaries import cut_points
@@ -108,14 +109,23 @@ def write_table(path: Path, rows: Iterable[Row], schema: pa.Schema, batch_rows: 
     return count
 
 
-def read_table(path: Path, schema: pa.Schema, batch_rows: int = 256, *, arrays: bool = False) -> Iterator[Row]:
+#: A column and some of its values: only rows that have one of them are wanted.
+Only = tuple[str, Collection[str]]
+
+
+def read_table(
+    path: Path, schema: pa.Schema, batch_rows: int = 256, *, arrays: bool = False, only: Only | None = None
+) -> Iterator[Row]:
     """Rows of one Parquet file, a batch at a time. Raises ValueError for a file that is missing, damaged or foreign.
 
     arrays: lists of numbers come as NumPy arrays, which is many times faster; a list with a null in it stays a list.
     """
+    wanted = None if only is None else pa.array(sorted(only[1]), pa.string())
     with _reading(path), pq.ParquetFile(path) as file:
         _check_columns(path, file, schema)
         for batch in file.iter_batches(batch_size=batch_rows, columns=schema.names):
+            if only is not None:
+                batch = batch.filter(pc.is_in(batch.column(only[0]), value_set=wanted))
             yield from _rows(batch) if arrays else batch.to_pylist()
 
 
@@ -175,14 +185,14 @@ def write_parts(out: Path, rows: Iterable[Row], schema: pa.Schema, key: str, acc
         write_table(folder / INDEX, index, PARTS)
 
 
-def read_parts(folder: Path, schema: pa.Schema, *, arrays: bool = False) -> Iterator[Row]:
+def read_parts(folder: Path, schema: pa.Schema, *, arrays: bool = False, only: Only | None = None) -> Iterator[Row]:
     """Rows of a folder of parts, in order. Raises ValueError for a missing, damaged or foreign part.
 
-    arrays: see read_table.
+    arrays, only: see read_table.
     """
     for part in list_parts(folder):
         check_part(part)
-        yield from read_table(part.path, schema, arrays=arrays)
+        yield from read_table(part.path, schema, arrays=arrays, only=only)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ THOUGHT = [6, *range(20, 40), 7, 50, 51, 2]
 
 
 def answer(ids: list[int], reasoning: str | None, content: str | None, finish: str = "stop") -> Answer:
-    return Answer([1, 2, 3], ids, reasoning, content, finish, None)
+    return Answer([1, 2, 3], ids, 3, len(ids), reasoning, content, finish, None)
 
 
 def check(markers: Markers = MARKERS) -> ParserCheck:
