@@ -9,6 +9,8 @@
 PYTHON ?= python3.11
 TORCH_INDEX ?=
 TORCH_ARGS ?= $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),)
+# TEST_WORKERS       how many tests run side by side, each on cores of its own
+TEST_WORKERS ?= 2
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.complete
@@ -40,13 +42,13 @@ demo: env
 	eagle3 summary
 
 test: env
-	python -m pytest
+	python -m pytest -n $(TEST_WORKERS) --dist loadfile
 
 check: env
 	ruff format --check .
 	ruff check .
 	mypy
-	python -m pytest -m "not slow"
+	python -m pytest -n $(TEST_WORKERS) --dist loadfile -m "not slow"
 
 format: env
 	ruff format .

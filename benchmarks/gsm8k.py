@@ -19,6 +19,7 @@ from benchmarks.project import Project
 
 STAGES = ["check", "verifier", "prompts", "generate", "reconstruct-tokens", "extract", "train", "evaluate"]
 RECIPE: dict[str, Any] = {
+    "verifier.model": "bundled:smollm2-135m-instruct",
     "verifier.max_model_len": 1024,
     "prompts.validation_share": 0.04,
     "prompts.evaluation_share": 0.0,

@@ -3,18 +3,25 @@
 import json
 import shlex
 import sys
+from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from eagle3.console import guarded
+from eagle3.pager import Color, print_paged, wants_color
 from eagle3.params import Params, load_params
+from eagle3.sample_view import View, Words, matching_samples, one_sample, show_sample
 from eagle3.serving.engine import GIB, runs_on_cpu
-from eagle3.verifier import locate_verifier
+from eagle3.tables import count_parts
+from eagle3.verifier import load_tokenizer, locate_verifier
 
 METRICS = Path("data/metrics")
 DRAFT = Path("data/draft")
+TOKENS = Path("data/tokens")
+
+ParamsPath = Annotated[Path, typer.Option("--params", help="The settings of the run.")]
 
 app = typer.Typer(
     add_completion=False,
@@ -24,16 +31,9 @@ app = typer.Typer(
 )
 
 
-@app.callback()
-def eagle3() -> None:
-    """Keeps `eagle3 summary` a sub-command while it is the only one."""
-
-
 @app.command()
 @guarded
-def summary(
-    params_path: Annotated[Path, typer.Option("--params", help="The settings of the run.")] = Path("params.yaml"),
-) -> None:
+def summary(params_path: ParamsPath = Path("params.yaml")) -> None:
     """Show what the last `dvc repro` made: rows, tokens, acceptance length, speed-up, and how to serve the draft."""
     params = load_params(params_path)
     made = {
@@ -41,6 +41,45 @@ def summary(
     }
     typer.echo("\n".join(summary_lines(made, params)))
     typer.echo("\nServe the verifier with this draft:\n\n  " + serve_command(params, locate_verifier(params.verifier)))
+
+
+@app.command()
+@guarded
+def inspect(
+    folder: Annotated[str | None, typer.Argument(help=f"{TOKENS} unless given.", show_default=False)] = None,
+    row: Annotated[
+        str | None, typer.Argument(help="A number from 1, a sample id or its beginning; without it all.")
+    ] = None,
+    first: Annotated[int | None, typer.Option(min=1, help="At most so many samples.")] = None,
+    source: Annotated[str | None, typer.Option(help="Only samples of this source.")] = None,
+    category: Annotated[str | None, typer.Option(help="Only samples of this category.")] = None,
+    truncated: Annotated[
+        Literal["thinking", "answer"] | None, typer.Option(help="Only samples that the token budget cut off there.")
+    ] = None,
+    ids: Annotated[bool, typer.Option("--ids", help="A line for each token: place, id, text.")] = False,
+    whole: Annotated[bool, typer.Option("--whole", help="Long samples whole.")] = False,
+    color: Annotated[Color, typer.Option(help="auto: on a terminal, unless NO_COLOR is set.")] = "auto",
+    params_path: ParamsPath = Path("params.yaml"),
+) -> None:
+    """Read samples of data/tokens: what is masked, the thinking, the answer, special tokens, what ended each part."""
+    tokens, row = folder_and_row(folder, row)
+    asked = {"source": source, "category": category, "truncated_in": truncated}
+    wanted = {name: value for name, value in asked.items() if value is not None}
+    if row is not None and (wanted or first):
+        raise ValueError(
+            f"row {row} is one sample; leave it out to choose by --first, --source, --category, --truncated"
+        )
+    total = count_parts(tokens)
+    samples = iter([one_sample(tokens, row)]) if row is not None else matching_samples(tokens, wanted)
+    view = View(Words(load_tokenizer(load_params(params_path).verifier)), wants_color(color), ids, whole)
+    print_paged(show_sample(number, total, sample, view) for number, sample in islice(samples, first))
+
+
+def folder_and_row(folder: str | None, row: str | None) -> tuple[Path, str | None]:
+    """The arguments of `eagle3 inspect`, where a row may stand alone."""
+    if folder is not None and row is None and "/" not in folder and not Path(folder).is_dir():
+        return TOKENS, folder
+    return TOKENS if folder is None else Path(folder), row
 
 
 def summary_lines(made: dict[str, Any], params: Params) -> list[str]:

@@ -7,12 +7,14 @@
     prompt <think> | thinking                           cut by the token budget
 
 Markers are known by their text. One that is a single token is found by its id. One that the tokenizer splits into
-ordinary tokens is found in the text of the single tokens, whatever way they were split this time. What a user typed
+ordinary tokens is found in the bytes of the single tokens, whatever way they were split this time. What a user typed
 never opens thinking: an opening marker counts at the very end of the prompt or the very start of the output only.
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -86,8 +88,10 @@ def find_markers(params: ReasoningParams, tokenizer: Any) -> Markers:
     if params.format != "custom":
         absent = [text for text in (texts.start, texts.end) if text not in vocabulary]
         if absent and params.format == "auto":
-            return NO_MARKERS
-        if absent:
+            template = str(tokenizer.chat_template or "")
+            if texts.start not in template or texts.end not in template:
+                return NO_MARKERS  # else they are ordinary tokens that the template teaches
+        elif absent:
             raise ValueError(
                 f"reasoning.format is {params.format}, but the verifier's tokenizer has no token "
                 f"{' or '.join(absent)}; use another format, or custom with reasoning.start and reasoning.end"
@@ -130,11 +134,11 @@ def _marker(text: str, tokenizer: Any) -> Marker:
 class ThinkingFinder:
     """Finds the thinking in rows of ids.
 
-    pieces: the text of single ids, from `Pieces`; asked only around markers that are several tokens, and for what
-    stands between a marker and the edge of the prompt or output.
+    pieces: the bytes of single ids, such as `Pieces`; read only where a marker of several tokens is looked for, and for
+    what stands between a marker and the edge of the prompt or output.
     """
 
-    def __init__(self, markers: Markers, pieces: Callable[[int], str]):
+    def __init__(self, markers: Markers, pieces: Mapping[int, bytes]):
         self.markers, self.pieces = markers, pieces
 
     def find(self, prompt: Ids, output: Ids, truncated: bool) -> Thinking:
@@ -142,9 +146,10 @@ class ThinkingFinder:
         start, end = self.markers.start, self.markers.end
         if start is None or end is None:
             return Thinking(len(prompt), len(prompt), None, None, 0)
-        starts, ends = self._places(output, start), self._places(output, end)
+        written = Spelled(output, self.pieces)
+        starts, ends = written.places(start), written.places(end)
         begin = len(prompt)
-        if self._open_in(prompt, start):
+        if self.opened_in(prompt):
             opened_by, at = "prompt", 0
         elif starts and self._blank(output[: starts[0][0]]):
             opened_by, at = "model", starts[0][1]
@@ -152,7 +157,7 @@ class ThinkingFinder:
         else:
             return Thinking(begin, begin, None, None, len(starts) + len(ends))
         closing = next((place for place in ends if place[0] >= at), None)
-        other = min((place[0] for marker in self.markers.also_ended_by for place in self._places(output, marker)
+        other = min((place[0] for marker in self.markers.also_ended_by for place in written.places(marker)
                      if place[0] >= at), default=None)  # fmt: skip
         if other is not None and (closing is None or other < closing[0]):
             return Thinking(begin, begin + other, opened_by, "tool_call", len(starts) + len(ends))
@@ -162,45 +167,83 @@ class ThinkingFinder:
             begin, begin + len(output), opened_by, "budget" if truncated else "end_of_turn", len(starts) + len(ends)
         )
 
-    def _open_in(self, prompt: Ids, start: Marker) -> bool:
+    def opened_in(self, prompt: Ids) -> bool:
         """Whether the prompt ends in the opening marker and blanks."""
-        tail = prompt[-(len(start.text) + TAIL) :]
-        places = self._places(tail, start)
+        return self.markers.start is not None and self._ends_in(prompt, self.markers.start)
+
+    def closed_in(self, prompt: Ids) -> bool:
+        """Whether the prompt ends in the closing marker and blanks: thinking is switched off."""
+        return self.markers.end is not None and self._ends_in(prompt, self.markers.end)
+
+    def _ends_in(self, prompt: Ids, marker: Marker) -> bool:
+        tail = prompt[-(len(marker.text) + TAIL) :]
+        places = Spelled(tail, self.pieces).places(marker)
         return bool(places) and self._blank(tail[places[-1][1] :])
 
     def _blank(self, ids: Ids) -> bool:
-        return len(ids) <= TAIL and not "".join(self.pieces(int(i)) for i in ids).strip()
+        return len(ids) <= TAIL and not Spelled(ids, self.pieces).text.decode(errors="replace").strip()
 
-    def _places(self, ids: Ids, marker: Marker) -> list[tuple[int, int]]:
+
+class Spelled:
+    """A row of ids and, once a marker of several tokens is looked for, its text in UTF-8."""
+
+    def __init__(self, ids: Ids, pieces: Mapping[int, bytes]):
+        self.ids, self._pieces = ids, pieces
+
+    def places(self, marker: Marker) -> list[tuple[int, int]]:
         """Where the marker stands: [first, one behind the last) of the tokens that hold it."""
         if len(marker.ids) == 1:
-            return [(int(place), int(place) + 1) for place in np.flatnonzero(ids == marker.ids[0])]
-        texts = [self.pieces(int(i)) for i in ids]
-        whole = "".join(texts)
-        if marker.text not in whole:
-            return []
-        edges = np.cumsum([len(text) for text in texts])  # where each token's text ends
-        places, found = [], whole.find(marker.text)
+            return [(place, place + 1) for place in np.flatnonzero(self.ids == marker.ids[0]).tolist()]
+        wanted = marker.text.encode()
+        places, found = [], self.text.find(wanted)
         while found >= 0:
-            behind = found + len(marker.text)
-            first, last = np.searchsorted(edges, [found, behind - 1], side="right")
+            behind = found + len(wanted)
+            first, last = np.searchsorted(self._edges, [found, behind - 1], side="right")
             places.append((int(first), int(last) + 1))
-            found = whole.find(marker.text, behind)
+            found = self.text.find(wanted, behind)
         return places
+
+    @cached_property
+    def text(self) -> bytes:
+        return b"".join(self._parts)
+
+    @cached_property
+    def _parts(self) -> list[bytes]:
+        return list(map(self._pieces.__getitem__, self.ids.tolist()))
+
+    @cached_property
+    def _edges(self) -> npt.NDArray[np.int64]:
+        """Where each token's bytes end."""
+        return np.cumsum(np.fromiter(map(len, self._parts), np.int64, len(self._parts)))
 
 
 TAIL = 8  # blanks that may stand between an opening marker and the edge, in tokens
 
+#: The letters that byte-level vocabularies write bytes with: printable Latin-1 as it is, the others from U+0100 on.
+PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+BYTE_LETTERS = {chr(byte): byte for byte in PRINTABLE} | {
+    chr(0x100 + place): byte for place, byte in enumerate(sorted(set(range(256)).difference(PRINTABLE)))
+}
+BYTE_NAME = re.compile(r"<0x([0-9A-F]{2})>")  # how SentencePiece writes a byte
 
-class Pieces:
-    """The text of single ids. Bytes that are no text by themselves become the replacement character."""
+
+class Pieces(dict[int, bytes]):
+    """The bytes of single ids, also of those that are a part of a character only. Filled as it is read."""
 
     def __init__(self, tokenizer: Any):
+        super().__init__()
         self._tokenizer = tokenizer
-        self._known: dict[int, str] = {}
 
-    def __call__(self, token: int) -> str:
-        text = self._known.get(token)
-        if text is None:
-            text = self._known[token] = str(self._tokenizer.decode([token], skip_special_tokens=False))
-        return text
+    def __missing__(self, token: int) -> bytes:
+        self[token] = piece = self._spell(token)
+        return piece
+
+    def _spell(self, token: int) -> bytes:
+        text = str(self._tokenizer.decode([token], skip_special_tokens=False))
+        name = str(self._tokenizer.convert_ids_to_tokens(token))
+        if "\ufffd" not in text:
+            return text.encode()
+        byte = BYTE_NAME.fullmatch(name)
+        if byte:
+            return bytes.fromhex(byte[1])
+        return bytes(BYTE_LETTERS[c] for c in name) if BYTE_LETTERS.keys() >= set(name) else text.encode()

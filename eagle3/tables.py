@@ -9,13 +9,15 @@ import os
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from eagle3.boundaries import cut_points
@@ -101,30 +103,53 @@ def write_table(path: Path, rows: Iterable[Row], schema: pa.Schema, batch_rows: 
     count = 0
     with naming(path), pq.ParquetWriter(aside, schema, compression="zstd") as writer:
         for batch in _batches(rows, batch_rows):
-            writer.write_table(pa.Table.from_pylist(batch, schema=schema))
+            writer.write_table(_table(batch, schema))
             count += len(batch)
     aside.replace(path)
     return count
 
 
-def read_table(path: Path, schema: pa.Schema, batch_rows: int = 256, *, arrays: bool = False) -> Iterator[Row]:
+#: A column and some of its values: only rows that have one of them are wanted.
+Only = tuple[str, Collection[str]]
+
+
+def read_table(
+    path: Path, schema: pa.Schema, batch_rows: int = 256, *, arrays: bool = False, only: Only | None = None
+) -> Iterator[Row]:
     """Rows of one Parquet file, a batch at a time. Raises ValueError for a file that is missing, damaged or foreign.
 
     arrays: lists of numbers come as NumPy arrays, which is many times faster; a list with a null in it stays a list.
     """
+    wanted = None if only is None else pa.array(sorted(only[1]), pa.string())
+    with _reading(path), pq.ParquetFile(path) as file:
+        _check_columns(path, file, schema)
+        for batch in file.iter_batches(batch_size=batch_rows, columns=schema.names):
+            if only is not None:
+                batch = batch.filter(pc.is_in(batch.column(only[0]), value_set=wanted))
+            yield from _rows(batch) if arrays else batch.to_pylist()
+
+
+def read_columns(path: Path, schema: pa.Schema) -> pa.Table:
+    """Some columns of one Parquet file, whole; of a part without a look at its digest. Raises like read_table."""
+    with _reading(path), pq.ParquetFile(path) as file:
+        _check_columns(path, file, schema)
+        return file.read(columns=schema.names)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
     try:
-        with pq.ParquetFile(path) as file:
-            absent = [name for name in schema.names if name not in file.schema_arrow.names]
-            if absent:
-                raise ValueError(
-                    f"{path}: column {', '.join(absent)} is missing; has {', '.join(file.schema_arrow.names)}"
-                )
-            for batch in file.iter_batches(batch_size=batch_rows, columns=schema.names):
-                yield from _rows(batch) if arrays else batch.to_pylist()
+        yield
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file; `dvc repro` makes it") from None
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path}: not readable as Parquet: {error}") from None
+
+
+def _check_columns(path: Path, file: pq.ParquetFile, schema: pa.Schema) -> None:
+    absent = [name for name in schema.names if name not in file.schema_arrow.names]
+    if absent:
+        raise ValueError(f"{path}: column {', '.join(absent)} is missing; has {', '.join(file.schema_arrow.names)}")
 
 
 @contextmanager
@@ -151,9 +176,8 @@ def write_parts(out: Path, rows: Iterable[Row], schema: pa.Schema, key: str, acc
     with new_folder(out) as folder:
         index = []
         for part in _parts(rows, key):
-            table = pa.Table.from_pylist(part, schema=schema)
             name = f"part-{digest([row[key] for row in part])[:16]}.parquet"
-            pq.write_table(table, folder / name, compression="zstd")
+            pq.write_table(_table(part, schema), folder / name, compression="zstd")
             size = (folder / name).stat().st_size
             index.append({"file": name, "rows": len(part), "bytes": size, "sha256": digest_file(folder / name)})
         write_table(folder / "rejected.parquet", account.rejected, REJECTED)
@@ -161,20 +185,42 @@ def write_parts(out: Path, rows: Iterable[Row], schema: pa.Schema, key: str, acc
         write_table(folder / INDEX, index, PARTS)
 
 
-def read_parts(folder: Path, schema: pa.Schema, *, arrays: bool = False) -> Iterator[Row]:
+def read_parts(folder: Path, schema: pa.Schema, *, arrays: bool = False, only: Only | None = None) -> Iterator[Row]:
     """Rows of a folder of parts, in order. Raises ValueError for a missing, damaged or foreign part.
 
-    arrays: see read_table.
+    arrays, only: see read_table.
     """
-    for part in read_table(folder / INDEX, PARTS):
-        path = folder / part["file"]
-        if path.parent != folder or not path.is_file():
+    for part in list_parts(folder):
+        check_part(part)
+        yield from read_table(part.path, schema, arrays=arrays, only=only)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a folder, as the index has it."""
+
+    path: Path
+    rows: int
+    bytes: int
+    sha256: str
+
+
+def list_parts(folder: Path) -> Iterator[Part]:
+    """The parts of a folder, in order. Raises ValueError for one that is missing or lies elsewhere."""
+    for row in read_table(folder / INDEX, PARTS):
+        part = Part(folder / row["file"], row["rows"], row["bytes"], row["sha256"])
+        if part.path.parent != folder or not part.path.is_file():
             raise ValueError(
-                f"{path}: named by {folder / INDEX} but not there; `dvc checkout` or `dvc repro` restores it"
+                f"{part.path}: named by {folder / INDEX} but not there; `dvc checkout` or `dvc repro` restores it"
             )
-        if path.stat().st_size != part["bytes"] or digest_file(path) != part["sha256"]:
-            raise ValueError(f"{path}: differs from its digest in {folder / INDEX}; `dvc checkout --force` restores it")
-        yield from read_table(path, schema, arrays=arrays)
+        yield part
+
+
+def check_part(part: Part) -> None:
+    """Raises ValueError for a part that differs from its digest."""
+    if part.path.stat().st_size != part.bytes or digest_file(part.path) != part.sha256:
+        index = part.path.with_name(INDEX)
+        raise ValueError(f"{part.path}: differs from its digest in {index}; `dvc checkout --force` restores it")
 
 
 def count_parts(folder: Path) -> int:
@@ -195,6 +241,18 @@ def _refuse_other_than_numbers(value: Any, name: str) -> None:
             _refuse_other_than_numbers(inner, f"{name}: {key}")
     elif isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"metric {name} is {value!r}; only finite numbers may be written")
+
+
+def _table(rows: list[Row], schema: pa.Schema) -> pa.Table:
+    """Rows as a table; lists of numbers that are arrays in every row are copied whole, not number by number."""
+    return pa.Table.from_arrays([_filled([row[f.name] for row in rows], f.type) for f in schema], schema=schema)
+
+
+def _filled(values: list[Any], kind: pa.DataType) -> pa.Array:
+    if not pa.types.is_list(kind) or not values or not all(isinstance(value, np.ndarray) for value in values):
+        return pa.array(values, kind)
+    edges = np.cumsum([0, *map(len, values)], dtype=np.int32)
+    return pa.ListArray.from_arrays(edges, pa.array(np.concatenate(values), kind.value_type), type=kind)
 
 
 def _rows(batch: pa.RecordBatch) -> Iterator[Row]:

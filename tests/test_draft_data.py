@@ -67,7 +67,7 @@ def test_the_table_of_an_answer_of_four_tokens() -> None:
 
 
 @pytest.mark.parametrize("mask", [[False] * 5, [False, False, True], [True], [True, False, False, True]])
-def test_no_counted_row_no_table(mask: list[bool]) -> None:
+def test_m05_no_counted_row_no_table(mask: list[bool]) -> None:
     assert shift(torch.tensor(mask, dtype=torch.bool), steps=2) is None
 
 
@@ -92,7 +92,7 @@ def test_a_packed_batch_follows_the_table() -> None:
 
 
 @pytest.mark.parametrize("accepted", [2, 3])
-def test_counts_are_answer_tokens_less_the_documented_constant(accepted: int) -> None:
+def test_m01_counts_are_answer_tokens_less_the_documented_constant(accepted: int) -> None:
     texts = [make_text(0, 5 + accepted, accepted)]
     batch = build_batch([(text.sample_id, make_sample(text)) for text in texts], steps=3)
     assert batch.counted.sum(1).tolist() == [max(0, accepted - 1 - step) for step in range(3)]

@@ -62,7 +62,7 @@ def test_without_gradients_the_numbers_are_the_same() -> None:
     assert not plain.loss.requires_grad
 
 
-def test_nothing_counted_is_a_loss_of_zero() -> None:
+def test_m05_nothing_counted_is_a_loss_of_zero() -> None:
     normed, head, targets, weights = random_case(torch.float32)
     empty = Targets(targets.states, targets.head, targets.source, torch.zeros_like(targets.counted), None)
     result = distill(normed, head, empty, weights, torch.float32)

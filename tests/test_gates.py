@@ -56,7 +56,7 @@ def shard_of(folder: Path, samples: list[Sample]) -> Shard:
 def check(
     folder: Path, samples: list[Sample], head: HeadWeights, greedy: bool = True
 ) -> tuple[dict[int, Problem], Agreement]:
-    return check_shard(shard_of(folder, samples), [greedy] * len(samples), LAYER_IDS, head, SAMPLES)
+    return check_shard(shard_of(folder, samples), [greedy] * len(samples), {}, LAYER_IDS, head, SAMPLES)
 
 
 def extract_params(minimum: float) -> ExtractParams:

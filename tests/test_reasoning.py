@@ -59,7 +59,7 @@ def text_of(words: Any, prompt: str, output: list[str], thinking: Thinking) -> s
         ("Q", ["A quotes <think> and </think>"], None, None, ""),
     ],
 )
-def test_thinking_is_found_in_ids(
+def test_r12_thinking_is_found_whether_markers_are_single_tokens_or_not(
     single: tuple[str, ...], prompt: str, output: list[str], opened: str | None, ended: str | None, thinking: str
 ) -> None:
     words = tokenizer(*single)
@@ -72,9 +72,37 @@ def test_thinking_is_found_in_ids(
     assert text_of(words, prompt, output, found).rstrip("\n") == thinking.rstrip("\n")
 
 
-def test_a_marker_of_several_tokens_is_several_tokens_here() -> None:
+def test_r12_a_marker_of_several_tokens_is_several_tokens_here() -> None:
     markers = find_markers(CUSTOM, tokenizer())
     assert markers.end is not None and len(markers.end.ids) > 1
+
+
+def test_r12_a_marker_whose_letters_are_split_into_bytes_is_found() -> None:
+    words = tokenizer()
+    markers = find_markers(params(format="custom", start="◁think▷", end="◁/think▷"), words)
+    assert markers.end is not None and any("\ufffd" in words.decode([i]) for i in markers.end.ids)
+    found, begin = find(markers, words, "Q", ["◁think▷", "hm ◁ 🦜", "◁/think▷", "A"])
+    assert (found.opened_by, found.ended_by, found.start, found.stray) == ("model", "marker", begin, 0)
+    assert text_of(words, "Q", ["◁think▷", "hm ◁ 🦜", "◁/think▷", "A"], found) == "◁think▷hm ◁ 🦜◁/think▷"
+
+
+class Fallback:
+    """A vocabulary as SentencePiece writes it: a blank as ▁, and bytes by name."""
+
+    names = ("▁a", "<0xF0>", "<0x9F>", "<0xA6>", "<0x9C>", "\ufffd")
+
+    def convert_ids_to_tokens(self, token: int) -> str:
+        return self.names[token]
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return "a" if ids == [0] else "\ufffd"
+
+
+def test_the_bytes_of_a_token_are_known_in_both_kinds_of_vocabulary() -> None:
+    words = tokenizer()
+    level, fallback = Pieces(words), Pieces(Fallback())
+    assert b"".join(level[i] for i in words.encode("a 🦜 ◁\n")) == "a 🦜 ◁\n".encode()
+    assert [fallback[i] for i in range(6)] == [b"a", b"\xf0", b"\x9f", b"\xa6", b"\x9c", "\ufffd".encode()]
 
 
 def test_the_budget_and_the_end_of_the_turn_are_told_apart() -> None:
@@ -112,6 +140,13 @@ def test_formats_without_thinking() -> None:
     assert find_markers(params(format="none"), tokenizer("<think>", "</think>")) == NO_MARKERS
     assert find_markers(params(format="auto"), tokenizer()) == NO_MARKERS
     assert parser_name(params(format="auto")) is None
+
+
+def test_a_template_that_shows_thinking_makes_auto_look_for_it_in_text() -> None:
+    words = tokenizer()
+    words.chat_template = "... <think> ... </think> ..."
+    markers = find_markers(params(format="auto"), words)
+    assert markers.end is not None and len(markers.end.ids) > 1
 
 
 @pytest.mark.parametrize(

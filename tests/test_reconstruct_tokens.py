@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 
+from eagle3.params import load_params
 from eagle3.schemas import REJECTED, RESPONSES, TOKENS
 from eagle3.tables import Account, read_parts, read_table, write_parts
+from eagle3.tokens import Unusable
 from eagle3.verifier import write_identity
 from stages.check import check, check_commit
-from stages.reconstruct_tokens import reconstruct_tokens
+from stages.reconstruct_tokens import check_use, reconstruct_tokens
 from tests.test_tokens import IDENTITY, STOP, response
+from tests.tiny_verifiers import build_tokenizer
 
 ROOT = Path(__file__).parent.parent
 DEFAULT = (ROOT / "params.yaml").read_text()
@@ -22,7 +25,7 @@ EPOCHS = next(line for line in DEFAULT.splitlines() if line.startswith("  epochs
 
 
 def settings(tmp_path: Path, verifier: Path, **changes: str) -> Path:
-    text = DEFAULT.replace("bundled:smollm2-135m-instruct", str(verifier))
+    text = DEFAULT.replace("bundled:smollm2-135m-think", str(verifier))
     for key, value in changes.items():
         line = next(line for line in text.splitlines() if line.strip().startswith(f"{key}:"))
         text = text.replace(line, f"{line.partition(':')[0]}: {value}")
@@ -71,6 +74,59 @@ def test_truncated_rows_can_be_dropped(tmp_path: Path, tiny_verifier: Path) -> N
     metrics = run(tmp_path, settings(tmp_path, tiny_verifier, truncated="drop"))
     assert metrics["rows_rejected"] == {"truncated in the answer": 1}
     assert metrics["sources"] == {"s": {"rows": 10, "truncated_in_thinking": 0, "truncated_in_answer": 1}}
+
+
+def test_r09_a_null_among_the_ids_is_a_rejected_row(tmp_path: Path, tiny_verifier: Path) -> None:
+    rows = [response([5, 6], [7, 8, STOP], prompt_id=f"p{i}") for i in range(19)]
+    write_responses(tmp_path, [*rows, response([5, 6], [7, STOP], prompt_id="null", prompt_token_ids=[None, 6])])
+    assert run(tmp_path, settings(tmp_path, tiny_verifier))["rows_rejected"] == {"id outside the vocabulary": 1}
+
+
+def test_m03_the_mask_follows_from_the_ids_whatever_else_a_row_says(tmp_path: Path, tiny_verifier: Path) -> None:
+    """One path to a mask: several turns, another template switch, a second answer, another run, change nothing."""
+    turns = [{"role": role, "content": "x"} for role in ("user", "assistant", "user")]
+    others = [{}, {"messages": turns}, {"chat_template_kwargs": '{"thinking":true}'}, {"sample": 1}, {"reasoning": "x"}]
+    write_responses(tmp_path, [response([5, 6], [7, 8, STOP], prompt_id=f"p{i}", **o) for i, o in enumerate(others)])
+    params = settings(tmp_path, tiny_verifier)
+    run(tmp_path, params)
+    first = list(read_parts(tmp_path / "tokens", TOKENS))
+    assert [sample["loss_mask"] for sample in first] == [[False, False, True, True, True]] * len(others)
+    run(tmp_path, params)
+    assert list(read_parts(tmp_path / "tokens", TOKENS)) == first
+
+
+def test_m05_rows_that_teach_nothing_are_rejected_by_reason(tmp_path: Path, tiny_verifier: Path) -> None:
+    rows = [response([5, 6], [7, 8, STOP], prompt_id=f"p{i}") for i in range(27)]
+    empty, one = response([5], [], prompt_id="empty"), response([5], [STOP], prompt_id="one")
+    full = response([5] * 1024, [7, STOP], prompt_id="full")  # the prompt alone fills the limit
+    write_responses(tmp_path, [*rows, empty, one, full])
+    metrics = run(tmp_path, settings(tmp_path, tiny_verifier))
+    assert metrics["rows_rejected"] == {"longer than verifier.max_model_len": 1, "too few generated tokens": 2}
+
+
+@pytest.mark.parametrize("rebuilt", [False, True])
+def test_m06_the_minimum_holds_for_rows_from_ids_and_from_text(rebuilt: bool) -> None:
+    own = load_params(ROOT / "params.yaml").reconstruct_tokens.model_copy(update={"min_loss_tokens": 8})
+    sample = {"length": 30, "truncated_in": None, "rebuilt": rebuilt}
+    check_use(sample | {"prompt_length": 22}, own)
+    with pytest.raises(Unusable, match="too few generated tokens: 1, wanted 8"):
+        check_use(sample | {"prompt_length": 29}, own)
+
+
+def test_m09_what_is_learnt_is_the_answer_and_the_preview_shows_it(tmp_path: Path, tiny_verifier: Path) -> None:
+    words = build_tokenizer()
+    asked, answered = "How many apples", "twelve apples and five"
+    rows = [
+        response(words.encode(f"{asked} {i}"), [*words.encode(f"{answered} {i}"), STOP], prompt_id=f"p{i}")
+        for i in range(20)
+    ]
+    write_responses(tmp_path, rows)
+    run(tmp_path, settings(tmp_path, tiny_verifier))
+    for row, sample in zip(rows, read_parts(tmp_path / "tokens", TOKENS, arrays=True), strict=True):
+        assert sample["input_ids"][sample["loss_mask"]].tolist() == row["output_token_ids"]
+        assert sample["input_ids"][~sample["loss_mask"]].tolist() == row["prompt_token_ids"]
+    preview = (tmp_path / "tokens" / "preview.txt").read_text()
+    assert preview.count(f"[prompt, masked] {asked} ") == preview.count(f"[answer, learnt] {answered} ") == 20
 
 
 def test_too_many_bad_rows_fail(tmp_path: Path, tiny_verifier: Path) -> None:

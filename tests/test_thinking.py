@@ -1,6 +1,7 @@
 """The server's reasoning parser against the ids, and the arguments that make a server find and bound thinking."""
 
 import json
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,11 @@ THOUGHT = [6, *range(20, 40), 7, 50, 51, 2]
 
 
 def answer(ids: list[int], reasoning: str | None, content: str | None, finish: str = "stop") -> Answer:
-    return Answer([1, 2, 3], ids, reasoning, content, finish, None)
+    return Answer([1, 2, 3], ids, 3, len(ids), reasoning, content, finish, None)
 
 
 def check(markers: Markers = MARKERS) -> ParserCheck:
-    return ParserCheck(ThinkingFinder(markers, lambda _token: "x"), parser_remedy(QWEN, local=False))
+    return ParserCheck(ThinkingFinder(markers, defaultdict(lambda: b"x")), parser_remedy(QWEN, local=False))
 
 
 @pytest.mark.parametrize(

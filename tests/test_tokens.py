@@ -1,5 +1,7 @@
 """Ids verbatim, mask exactly the generated tokens, spans from ids."""
 
+from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,12 +13,13 @@ from eagle3.digests import canonical_json
 from eagle3.reasoning import Marker, Markers, ThinkingFinder
 from eagle3.tokens import Unusable, is_greedy, reconstruct
 from eagle3.verifier import VerifierIdentity
+from tests.tiny_verifiers import build_tokenizer
 
 THINK, END, TOOL, STOP = 90, 91, 92, 2
-BLANK = {80: "\n", 81: "\n\n"}
+BLANK = {80: b"\n", 81: b"\n\n"}
 GREEDY = {"temperature": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 MARKERS = Markers(Marker("<think>", (THINK,)), Marker("</think>", (END,)), (Marker("<tool>", (TOOL,)),))
-FINDER = ThinkingFinder(MARKERS, lambda token: BLANK.get(token, "x"))
+FINDER = ThinkingFinder(MARKERS, defaultdict(lambda: b"x", BLANK))
 IDENTITY = VerifierIdentity(
     name="x", digest="d" * 64, architecture="LlamaForCausalLM", hidden_size=8, num_layers=8, vocab_size=100,
     max_position_embeddings=64, rms_norm_eps=1e-5, aux_layer_ids=(2, 4, 5), stop_token_ids=(STOP,), dtype="float32",
@@ -41,6 +44,50 @@ def test_ids_are_prompt_then_output_and_the_mask_is_the_output(prompt: list[int]
     assert sample["input_ids"].tolist() == prompt + output
     assert [i for i, m in zip(sample["input_ids"], sample["loss_mask"], strict=True) if m] == output
     assert sample["length"] == len(prompt) + len(output)
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        ["q", "u", "i", "c", "k"],
+        ["The", " ", " ", "quick"],
+        ["a 🦜 b"],
+        ["<|im", "_end|>"],
+        ["<|im_end|>", "<|im_end|>"],
+    ],
+    ids=["a word in letters", "two blanks", "an emoji of bytes", "a marker in pieces", "markers"],
+)
+def test_r01_ids_that_no_encoder_would_choose_are_kept(pieces: list[str]) -> None:
+    tokenizer = build_tokenizer()
+    output = [i for text in pieces for i in tokenizer.encode(text)]
+    if pieces[0] in ("q", "<|im"):
+        assert tokenizer.encode(tokenizer.decode(output)) != output
+    identity = replace(IDENTITY, vocab_size=640)
+    sample = reconstruct(response([5], output, content=tokenizer.decode(output)), identity, FINDER, 64)
+    assert sample["input_ids"].tolist() == [5, *output]
+
+
+def test_m04_the_mask_is_the_output_even_where_it_repeats_the_prompt() -> None:
+    """The answer is an earlier assistant turn word for word, and its end of turn is no end of text."""
+    turn = [7, 8, 9, STOP]
+    sample = reconstruct(response([5, *turn, 6, *turn, 6], [*turn, *turn]), IDENTITY, FINDER, 64)
+    assert sample["loss_mask"].tolist() == [False] * 11 + [True] * 8
+    assert sample["loss_mask"].sum() == 8  # = completion_tokens
+
+
+def test_p08_control_tokens_in_the_prompt_move_no_boundary() -> None:
+    """A user's text that the tokenizer read as ends of turns and think markers."""
+    prompt = [5, THINK, 7, END, STOP, TOOL, 6, THINK, STOP]
+    sample = reconstruct(response(prompt, [7, STOP, THINK, END, 8]), IDENTITY, FINDER, 64)
+    assert (sample["prompt_length"], sample["answer_start"], sample["thinking_opened_by"]) == (9, 9, None)
+    assert sample["loss_mask"].tolist() == [False] * 9 + [True] * 5
+
+
+@pytest.mark.parametrize("side", ["prompt", "output"])
+def test_r09_a_null_among_the_ids_is_refused(side: str) -> None:
+    """As from prompt logprobs, where the first token has none."""
+    with pytest.raises(Unusable, match=f"{side} id 0 is null"):
+        reconstruct(response([5, 6], [7, STOP], **{f"{side}_token_ids": [None, 6]}), IDENTITY, FINDER, 64)
 
 
 @pytest.mark.parametrize(

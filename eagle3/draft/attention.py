@@ -118,7 +118,7 @@ class _Attention(torch.autograd.Function):
 
 def _grouped(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """[R, h, x] seen as [R, g, h / g, x], where `like` is [R, g, d]."""
-    return tensor.view(tensor.shape[0], like.shape[1], -1, tensor.shape[2])
+    return tensor.view(tensor.shape[0], like.shape[1], tensor.shape[1] // like.shape[1], tensor.shape[2])
 
 
 def _own_scores(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

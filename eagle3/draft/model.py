@@ -217,7 +217,7 @@ class DraftAttention(nn.Module):
         return _wide(self.o_proj(memory.attend(query, key, value, documents).flatten(1), dtype))
 
     def _heads(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.view(len(tensor), -1, self.head_dim)
+        return tensor.view(len(tensor), tensor.shape[-1] // self.head_dim, self.head_dim)
 
 
 class DraftMLP(nn.Module):

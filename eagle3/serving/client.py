@@ -113,7 +113,7 @@ class Client:
     backoff_s: float = BACKOFF_S
     tally: Tally = field(default_factory=Tally)
     pool: Pool = field(default_factory=Pool)
-    hello_ids: list[int] = field(default_factory=list)  # the prompt ids of HELLO, from the server asked last
+    hello_ids: list[int] = field(default_factory=list)  # the prompt ids of HELLO, from the server asked last, if told
     counts_tokens: bool = True  # the servers have /tokenize
     _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
 
@@ -207,10 +207,14 @@ class Client:
             )
         choice = (body.get("choices") or [{}])[0]
         if not isinstance(body.get("prompt_token_ids"), list) or not isinstance(choice.get("token_ids"), list):
-            raise ValueError(
-                f"{endpoint.url} returns no token ids for return_token_ids: true; it must be vLLM 0.11 or newer, "
-                "reached without a gateway that removes fields"
-            )
+            if self.service.limits.require_ids:
+                raise ValueError(
+                    f"{endpoint.url} returns no token ids for return_token_ids: true; it must be vLLM 0.11 or newer, "
+                    "reached without a gateway that removes fields. generate.require_ids: false accepts it: ids are "
+                    "then rebuilt from text, which is less exact"
+                )
+            say(f"warning: {endpoint.url} returns no token ids; they will be rebuilt from text, which is less exact")
+            return
         self.hello_ids = body["prompt_token_ids"]
 
     async def _must(self, endpoint: Endpoint, method: str, url: str, payload: Any = None) -> dict[str, Any]:
@@ -276,7 +280,7 @@ class Client:
         tally.finished += 1
         if isinstance(outcome.result, Answer):
             tally.answers += 1
-            tally.output_tokens += len(outcome.result.output_token_ids)
+            tally.output_tokens += outcome.result.completion_tokens
             tally.refused_in_a_row = 0
             tally.thinking += outcome.result.thinks(self.service.markers)
             if self.service.wants_thinking and not tally.thinking and tally.answers == THINKING_PROOF:
@@ -310,13 +314,12 @@ class Client:
             tries, began = tries + 1, time.monotonic()
             result, endpoint = await self._ask(question, most, failed_at)
             if isinstance(result, Answer):
-                prompt_tokens = len(result.prompt_token_ids)
                 if measured or fits(result, most, wanted, limits):
                     if result.length > limits.max_tokens:
                         result = Refusal("over the length limit", f"{result.length} tokens", lasting=True)
                     sent = question.sampling | {"max_tokens": most}
                     return Outcome(question, result, sent, time.monotonic() - began, tries)
-                exact, measured = prompt_tokens, True
+                exact, measured = result.prompt_tokens, True
             elif result.reason == NO_ROOM:
                 if exact is not None or most <= floor:
                     return Outcome(question, Refusal(TOO_LONG, result.detail, lasting=True), {}, 0.0, tries)
@@ -534,7 +537,7 @@ class Client:
 
 def fits(answer: Answer, asked: int, wanted: int, limits: Limits) -> bool:
     """Whether the answer is what asking for min(wanted, the room that its prompt leaves) tokens would have given."""
-    room = min(wanted, limits.max_tokens - len(answer.prompt_token_ids))
+    room = min(wanted, limits.max_tokens - answer.prompt_tokens)
     if room < min(wanted, limits.min_room_tokens) or answer.length > limits.max_tokens:
         return False
     return answer.finish_reason == "stop" or asked >= room

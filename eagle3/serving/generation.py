@@ -6,8 +6,8 @@ Memory does not grow with the number of prompts, but for one byte each: prompts 
 
 import math
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import compress
@@ -65,6 +65,12 @@ class Quantiles:
         return 0.0
 
 
+def read_prompts(folder: Path) -> Iterator[Row]:
+    """The prompts that are to be answered, in order."""
+    for split in SPLITS:
+        yield from read_table(folder / f"{split}.parquet", schemas.PROMPTS)
+
+
 @dataclass
 class Generation:
     """One run over the prompts in `folder`."""
@@ -86,10 +92,9 @@ class Generation:
 
     def wanted(self) -> Iterator[tuple[Row, int]]:
         """The prompts to answer, in order, and the number of the answer."""
-        for split in SPLITS:
-            for prompt in read_table(self.folder / f"{split}.parquet", schemas.PROMPTS):
-                for sample in range(self.params.samples_per_prompt):
-                    yield prompt, sample
+        for prompt in read_prompts(self.folder):
+            for sample in range(self.params.samples_per_prompt):
+                yield prompt, sample
 
     def find_engine(self) -> None:
         """Learn what will answer: the installed vLLM, or what the endpoints say. Raises ValueError for a mismatch."""
@@ -117,11 +122,14 @@ class Generation:
             return None
 
     def _compare_template(self, served: list[int]) -> None:
-        """Warn when an endpoint turns a prompt into other ids than the verifier whose digest is in every key."""
+        """Warn when an endpoint turns a prompt into other ids than the verifier whose digest is in every key.
+
+        served: empty where the endpoint tells no ids.
+        """
         tokenizer = self._tokenizer()
         if tokenizer is None:
             return
-        if prompt_ids(tokenizer, HELLO, self.params.chat_template_kwargs) != served:
+        if served and prompt_ids(tokenizer, HELLO, self.params.chat_template_kwargs) != served:
             say(
                 "warning: the endpoints turn a prompt into other ids than verifier.model with its chat template: "
                 "another revision or template is served there, and data/verifier.json does not describe it"
@@ -133,7 +141,7 @@ class Generation:
         whole = all(len(marker.ids) == 1 for marker in (markers.start, markers.end) if marker is not None)
         if tokenizer is None and not whole:
             return None
-        pieces = Pieces(tokenizer) if tokenizer is not None else lambda _token: ""
+        pieces: Mapping[int, bytes] = Pieces(tokenizer) if tokenizer is not None else defaultdict(bytes)
         return ParserCheck(ThinkingFinder(markers, pieces), parser_remedy(self.reasoning, not self.params.endpoints))
 
     def key(self, question: Question) -> str:
@@ -199,6 +207,7 @@ class Generation:
                 max_tokens=self.verifier.max_model_len - 1,
                 min_room_tokens=params.min_room_tokens,
                 stop_token_ids=frozenset(identity.stop_token_ids),
+                require_ids=params.require_ids,
             ),
             markers=identity.markers,
             log_hint="see the servers' logs" if params.endpoints else f"log: {self._log()}",
@@ -268,7 +277,7 @@ class Generation:
         return gone if unit is None else unpack_refusal(unit)
 
     def _measure(self, row: Row) -> None:
-        text = Answer([], row["output_token_ids"] or [], row["reasoning"], row["content"], "", None)
+        text = Answer(None, row["output_token_ids"], 0, 0, row["reasoning"], row["content"], "", None)
         self.latencies.add(row["latency_s"])
         self.counts.update(
             {

@@ -31,7 +31,7 @@ SETTINGS: dict[str, Any] = {
     "prompts.evaluation_share": 0.1,
     "extract.shard_min_mib": 4,
     "extract.shard_max_mib": 16,
-    "train.epochs": 12,
+    "train.epochs": 6,
     "train.validations": 2,
     "evaluate.num_prompts": 4,
     "evaluate.max_new_tokens": 32,
@@ -54,6 +54,13 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
 def test_the_recorded_states_explain_what_the_verifier_wrote(project: Project) -> None:
     assert project.metrics("extract")["head_agreement"] >= 0.97
     assert project.metrics("extract")["rows_out"] == project.metrics("train")["rows_in"]
+
+
+def test_the_verifier_thinks_and_closes_its_thinking(project: Project) -> None:
+    metrics = project.metrics("reconstruct_tokens")
+    assert metrics["thinking"]["opened_by_prompt"] == metrics["rows_out"]
+    assert metrics["thinking"]["ended_by_marker"] > 0.5 * metrics["rows_out"]
+    assert metrics["thinking_share"] > 0.2
 
 
 def test_speculation_is_lossless_in_float32(project: Project) -> None:

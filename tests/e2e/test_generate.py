@@ -129,7 +129,7 @@ def server(tiny_verifier: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 def ask(server: LocalServer, folder: Path, verifier: Path, texts: list[str], **generate: Any) -> dict[str, Outcome]:
     params = write_params(folder / "params.yaml", verifier, **generate)
     identity = identify_verifier(params.verifier, params.reasoning)
-    limits = Limits(identity.vocab_size, MAX_MODEL_LEN - 1, params.generate.min_room_tokens, frozenset((2,)))
+    limits = Limits(identity.vocab_size, MAX_MODEL_LEN - 1, params.generate.min_room_tokens, frozenset((2,)), True)
     service = Service((params.verifier.model,), params.generate, limits, (), "see the log")
     outcomes: list[Outcome] = []
 

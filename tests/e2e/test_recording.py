@@ -170,7 +170,7 @@ def test_the_gates_fail_for_tampered_states(recording: Recording, tmp_path: Path
         if change == "swap":
             write_shard(tmp_path / "x", [_with_states(right[0], right[1]), _with_states(right[1], right[0])], metadata)
         shard = open_shard(tmp_path / "x")
-        problems, agreement = check_shard(shard, [True] * len(shard), AUX, head, 12)
+        problems, agreement = check_shard(shard, [True] * len(shard), {}, AUX, head, 12)
         require_agreement("x", problems, agreement, recording.params.extract)
         return set(problems)
 
@@ -237,7 +237,7 @@ class Writer:
     def request(self, ordinal: int, blocks: list[int], length: int, problem: str | None = None) -> FinishedRequest:
         row = HIDDEN * 2
         start = ordinal * 1000 * row
-        placement = Placement(ordinal, str(self.path), start, start + length * 3 * row, length, digest_ids([]))
+        placement = Placement(ordinal, str(self.path), start, start + length * 3 * row, length, digest_ids([]), ())
         return FinishedRequest(f"request {ordinal}", placement, blocks, problem)
 
     def advance_until(self, count: int) -> set[str]:

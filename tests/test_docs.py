@@ -1,0 +1,23 @@
+"""Pages do not promise tests that are not there."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_every_test_that_a_page_names_exists() -> None:
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "field-reports.md").read_text()))
+    defined = {
+        name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for name in re.findall(r"^(?:async )?def (test_\w+)", path.read_text(), re.MULTILINE)
+    }
+    assert len(named) > 40
+    assert named - defined == set()
+
+
+def test_every_report_of_the_ids_has_a_row_of_its_own() -> None:
+    text = (ROOT / "docs" / "field-reports.md").read_text()
+    numbers = re.findall(r"^\| ([PGRM]\d\d) ", text, re.MULTILINE)
+    assert sorted(set(numbers)) == sorted(numbers)
