@@ -99,7 +99,7 @@ class RowStore:
             "locking_mode = EXCLUSIVE",
             "journal_mode = WAL",
             "synchronous = NORMAL",
-            "wal_autocheckpoint = 4000",
+            "wal_autocheckpoint = 1000",
         ):
             self._db.execute(f"PRAGMA {setting}")
         self._db.execute(
