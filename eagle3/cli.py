@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from eagle3.console import guarded, say
-from eagle3.housekeeping import freed, no_stage_running, remove, survey, table
+from eagle3.housekeeping import SHARED, freed, no_stage_running, remove, survey, table
 from eagle3.pager import Color, print_paged, wants_color
 from eagle3.params import Params, load_params
 from eagle3.remote_check import verify_remote
@@ -162,8 +162,13 @@ def gc(
             typer.echo(f"{entry.unit.stage} {entry.unit.kind} {entry.unit.name}: {entry.freed:,} bytes")
         if not dry_run:
             remove(going)
+    shared = sum(entry.sizes.shared for entry in entries if entry.kept == SHARED)
     done = "would be freed; --yes removes them" if dry_run else "freed"
     typer.echo(f"{len(going):,} unused, {freed(entries):,} bytes {done}")
+    if shared:
+        typer.echo(
+            f"{shared:,} more are not needed, but DVC's cache or an out has the same files: `dvc gc` comes first"
+        )
 
 
 def folder_and_row(folder: str | None, row: str | None) -> tuple[Path, str | None]:

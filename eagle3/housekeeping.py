@@ -34,6 +34,7 @@ WRITERS = ("generate", "extract", "train", "verifiers")  # folders with a lock
 JUDGED = ("extract", "train", "verifiers")
 KINDS = {"generate": "answers", "logs": "logs"}
 NEVER = "never removed"
+SHARED = "another folder, as DVC's cache, has the same file: removing it here frees nothing"
 DAY_S = 86400
 
 
@@ -92,7 +93,7 @@ def survey(params: Params, older_than_days: float) -> list[Entry]:
         sizes = unit.sizes()
         young = now - sizes.newest < older_than_days * DAY_S
         kept = unit.needed or (f"younger than {older_than_days:g} days" if young else None)
-        shared = "DVC's cache or an out has the same file, so this frees nothing" if sizes.shared else None
+        shared = SHARED if 2 * sizes.shared > sizes.bytes else None
         entries.append(Entry(unit, sizes, kept or shared))
     for path in sorted(path for path in root.glob("*") if path.is_dir() and path.name not in JUDGED):
         unit = Unit(path.name, KINDS.get(path.name, "files of others"), path.name, (path,), NEVER)
@@ -105,21 +106,21 @@ def table(entries: list[Entry]) -> list[str]:
     groups: dict[tuple[str, str, str], list[Entry]] = {}
     for entry in entries:
         groups.setdefault((entry.unit.stage, entry.unit.kind, entry.kept or ""), []).append(entry)
-    rows = [("stage", "what", "number", "files", "bytes", "unused", "why it stays")]
+    rows = [["stage", "what", "number", "files", "bytes", "unused", "why it stays"]]
     for (stage, kind, kept), group in groups.items():
-        unused = sum(entry.freed for entry in group) if not kept else 0
-        counts = (len(group), sum(entry.sizes.files for entry in group), sum(entry.sizes.bytes for entry in group))
-        rows.append((stage, kind, *(f"{count:,}" for count in (*counts, unused)), kept))
-    files, size = (sum(getattr(entry.sizes, name) for entry in entries) for name in ("files", "bytes"))
-    rows.append(("", "all", f"{len(entries):,}", f"{files:,}", f"{size:,}", f"{freed(entries):,}", ""))
+        rows.append([stage, kind, *_counts(group), kept])
+    rows.append(["", "all", *_counts(entries), ""])
     widths = [max(len(row[column]) for row in rows) for column in range(6)]
-    aligned = ["<", "<", ">", ">", ">", ">"]
-    return [
-        "  ".join(
-            [*(f"{cell:{side}{width}}" for cell, side, width in zip(row, aligned, widths, strict=False)), row[6]]
-        ).rstrip()
-        for row in rows
-    ]
+    return ["  ".join([*map(_cell, row, "<<>>>>", widths), row[6]]).rstrip() for row in rows]
+
+
+def _counts(entries: list[Entry]) -> list[str]:
+    files, size = sum(entry.sizes.files for entry in entries), sum(entry.sizes.bytes for entry in entries)
+    return [f"{count:,}" for count in (len(entries), files, size, freed(entries))]
+
+
+def _cell(text: str, side: str, width: int) -> str:
+    return f"{text:{side}{width}}"
 
 
 def freed(entries: list[Entry]) -> int:

@@ -1,7 +1,7 @@
 """Is everything on the remote that dvc.lock implies, whole? Sizes are asked for, nothing is downloaded.
 
-`dvc push` does not tell: it succeeds when an object is missing in the cache, and it looks on the remote for the listing
-of a folder alone. What is missing or too short can be uploaded again from the cache, after the cache's bytes are checked.
+`dvc push` does not tell: it succeeds when an object is missing in the cache, and on the remote it looks for the listing
+of a folder alone. What the remote lacks can be uploaded again from the cache, once the cache's bytes are checked.
 """
 
 import shlex

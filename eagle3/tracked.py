@@ -171,7 +171,7 @@ class NoRepositoryError(ValueError):
 
 @contextmanager
 def _plain_errors(what: str) -> Iterator[None]:
-    """Whatever DVC and the client libraries of remotes raise (they share no base class), as a ValueError of one line."""
+    """Whatever DVC and the clients of remotes raise (they share no base class), as a ValueError of one line."""
     try:
         yield
     except NotDvcRepoError as error:

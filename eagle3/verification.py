@@ -9,7 +9,7 @@ import json
 import os
 import shlex
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -163,6 +163,7 @@ def _expand(asked: Path, everything: list[Path]) -> list[Path]:
 
 def _own_claims(place: Path, found: Findings) -> bool:
     """Note what the pipeline's own files say about a place; False when there are none."""
+    read: Callable[[Path], list[Claim]]
     if place in INDEXED or (place / INDEX).is_file():
         source, read = place / INDEX, _index_claims
     elif place == DRAFT or (place / LINEAGE).is_file():
@@ -174,8 +175,8 @@ def _own_claims(place: Path, found: Findings) -> bool:
     try:
         found.claims += read(source)
     except ValueError as error:
-        problem = str(error).removeprefix(f"{source}: ").partition("; `")[0]
-        found.problem(source, visible(problem, 500))
+        problem = " ".join(str(error).removeprefix(f"{source}: ").partition("; `")[0].split())
+        found.problem(source, visible(problem))
     return True
 
 
