@@ -48,8 +48,8 @@ def make_project(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / ".gitignore").write_text("/data\n/.work\n/model\n")
     for command in (["git", "init", "--quiet"], ["dvc", "init", "--quiet"]):
         subprocess.run(command, cwd=folder, check=True)
-    shutil.copyfile(PROJECT / ".dvc/config", folder / ".dvc/config")
-    subprocess.run(["dvc", "config", "--quiet", "remote.local.url", "../../remote"], cwd=folder, check=True)
+    config = (PROJECT / ".dvc/config").read_text()
+    (folder / ".dvc/config").write_text(config.replace("eagle3-dvc-remote", "remote"))
     subprocess.run(["dvc", "commit", "--quiet", "--force"], cwd=folder, check=True)
     return folder
 
