@@ -79,5 +79,6 @@ def test_an_output_is_taken_apart() -> None:
     )
     assert parse_reasoner("<think>\nK,D,") == Reply(True, "K,D,", None, None, False)
     assert parse_reasoner("K,D\n</think>\n\nD") == Reply(False, "K,D\n", len("K,D\n</think>"), "\n\nD", False)
-    for wrong in (whole.replace("FADK", "FADD"), whole.replace("K,D", "KD"), whole.removesuffix("<|im_end|>")):
+    empty = "<think>\n\n</think>\n\n<|im_end|>"
+    for wrong in (whole.replace("FADK", "FADD"), whole.replace("K,D", "KD"), whole.removesuffix("<|im_end|>"), empty):
         assert not parse_reasoner(wrong).right

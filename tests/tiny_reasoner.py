@@ -12,8 +12,9 @@ Its thinking takes two tokens a letter and its answer one, so a low token budget
 ones in the answer, and leaves the shortest whole.
 """
 
-import os
+import fcntl
 import random
+import re
 import shutil
 import string
 from dataclasses import dataclass
@@ -55,9 +56,9 @@ class Reply:
     @property
     def right(self) -> bool:
         """Whether the output is whole, follows the grammar, and answers what its own thinking says."""
-        letters = self.thinking.strip("\n").split(",")
-        listed = self.thinking == ",".join(letters) + "\n" and all(one in string.ascii_uppercase for one in letters)
-        return self.stopped and listed and self.answer == "\n\n" + "".join(reversed(letters))
+        listed = re.fullmatch(r"[A-Z](,[A-Z])*\n", self.thinking) is not None
+        letters = self.thinking.strip("\n").replace(",", "")
+        return self.stopped and listed and self.answer == "\n\n" + letters[::-1]
 
 
 def parse_reasoner(text: str) -> Reply:
@@ -96,7 +97,7 @@ def build_tiny_reasoner(folder: Path, *, single_markers: bool = True, seed: int 
     """
     tokenizer = build_reasoner_tokenizer(single_markers)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as fast for so small a model, and the sums do not depend on the machine's cores
+    torch.set_num_threads(1)  # threads that wait for each other on a busy machine take minutes
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -111,16 +112,16 @@ def build_tiny_reasoner(folder: Path, *, single_markers: bool = True, seed: int 
 
 
 def trained_reasoner(config: pytest.Config, target: Path, *, single_markers: bool) -> Path:
-    """`build_tiny_reasoner` to `target`, out of pytest's cache when this very file has been through it before."""
-    versions = [torch.__version__, transformers.__version__, single_markers]
-    key = digest([digest_file(Path(__file__)), *versions])
+    """`build_tiny_reasoner` to `target`; out of pytest's cache when this very file has been through it before."""
+    key = digest([digest_file(Path(__file__)), torch.__version__, transformers.__version__, single_markers])[:16]
     assert config.cache is not None
-    kept = config.cache.mkdir("tiny_reasoner") / key[:16]
-    if not kept.exists():
-        aside = kept.with_name(f"{kept.name}.{os.getpid()}")
-        build_tiny_reasoner(aside, single_markers=single_markers)
-        aside.rename(kept)
-    return Path(shutil.copytree(kept, target))  # a test may change its own copy
+    room = config.cache.mkdir("tiny_reasoner")
+    with (room / f"{key}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another worker or run may be training it right now
+        if not (room / key).exists():
+            shutil.rmtree(room / f"{key}.tmp", ignore_errors=True)
+            build_tiny_reasoner(room / f"{key}.tmp", single_markers=single_markers).rename(room / key)
+    return Path(shutil.copytree(room / key, target))  # a test may change its own copy
 
 
 def build_reasoner_tokenizer(single_markers: bool = True) -> PreTrainedTokenizerFast:
