@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.tiny_reasoner import trained_reasoner
 from tests.tiny_verifiers import build_tiny_verifier
 
 settings.register_profile("shared-machine", deadline=None)
@@ -15,6 +16,18 @@ settings.load_profile("shared-machine")
 def tiny_verifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of a tiny random Llama verifier with tokenizer and chat template (float32, 512 positions)."""
     return build_tiny_verifier(tmp_path_factory.mktemp("verifier") / "tiny-llama")
+
+
+@pytest.fixture(scope="session")
+def tiny_reasoner(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of a trained reasoner whose think markers are single tokens; the first use trains it, for a minute."""
+    return trained_reasoner(pytestconfig, tmp_path_factory.mktemp("verifier") / "reasoner", single_markers=True)
+
+
+@pytest.fixture(scope="session")
+def tiny_reasoner_split(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with think markers of three ordinary tokens each."""
+    return trained_reasoner(pytestconfig, tmp_path_factory.mktemp("verifier") / "reasoner", single_markers=False)
 
 
 @pytest.fixture(autouse=True)
