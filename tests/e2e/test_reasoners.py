@@ -1,7 +1,6 @@
 """Verifiers that think, served by a real vLLM: prompts as the template says, markers where the styles put them."""
 
 import json
-import os
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -46,15 +45,6 @@ class Answer:
     output: list[int]
     text: str
     finish_reason: str
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_core() -> Iterator[None]:
-    """Tiny models on one core: threads that wait for each other on a busy machine take minutes."""
-    cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(cores)})
-    yield
-    os.sched_setaffinity(0, cores)
 
 
 @pytest.fixture(scope="module")
