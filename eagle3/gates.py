@@ -4,10 +4,14 @@ Rows: finite, not all zero, not constant, in every layer. Samples: the verifier'
 states, must give the tokens that the verifier generated. That one number falls for a wrong layer, a state on the wrong
 side of the final norm, shifted rows and swapped samples alike.
 
+A text that the verifier did not write (a human answer, or one whose ids were rebuilt) proves nothing about its states:
+how well the head explains it depends on the text as much as on the states. There the engine itself is asked for its
+first choice at a few rows while it records, and the head must give the same.
+
 Letters: T tokens, L layers (auxiliary ones and the last), H hidden size.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -87,19 +91,36 @@ def head_agreement(samples: Sequence[tuple[Sample, bool]], head: HeadWeights) ->
     found: dict[int, Agreement] = {}
     for kind, score in ((True, _score_greedy), (False, _score_sampled)):
         numbers = [number for number, (_, greedy) in enumerate(samples) if greedy == kind]
-        found |= zip(numbers, _agreements([samples[number][0] for number in numbers], head, score), strict=True)
+        own = [samples[number][0] for number in numbers]
+        written = [sample.input_ids[judged_rows(sample.loss_mask) + 1].long() for sample in own]
+        found |= zip(numbers, _agreements(own, written, head, score), strict=True)
     return [found[number] for number in range(len(samples))]
 
 
-def _agreements(samples: Sequence[Sample], head: HeadWeights, score: Score) -> list[Agreement]:
+def choice_agreement(samples: Sequence[tuple[Sample, Sequence[int]]], head: HeadWeights) -> list[Agreement]:
+    """For each (sample, choices): whether the head gives what the engine said it would choose at the judged rows."""
+    choices = [torch.tensor(chosen) for _, chosen in samples]
+    return _agreements([sample for sample, _ in samples], choices, head, _score_greedy)
+
+
+def judged_rows(loss_mask: torch.Tensor) -> torch.Tensor:
+    """The rows of a sample that the head gate reads: evenly spread ones that speak for a generated token."""
+    return evenly(loss_mask[1:].nonzero().flatten(), ROWS_PER_SAMPLE)
+
+
+def _agreements(
+    samples: Sequence[Sample], wanted: Sequence[torch.Tensor], head: HeadWeights, score: Score
+) -> list[Agreement]:
+    """wanted: the tokens that each sample's judged rows are scored against."""
     if not samples:
         return []
-    chosen = [_evenly(sample.loss_mask[1:].nonzero().flatten(), ROWS_PER_SAMPLE) for sample in samples]
+    chosen = [judged_rows(sample.loss_mask) for sample in samples]
     states = torch.cat([sample.last_hidden_states[rows] for sample, rows in zip(samples, chosen, strict=True)])
-    targets = torch.cat([sample.input_ids[rows + 1].long() for sample, rows in zip(samples, chosen, strict=True)])
     scored = [
         score(head.logits(part), aims)
-        for part, aims in zip(torch.split(states, HEAD_ROWS), torch.split(targets, HEAD_ROWS), strict=True)
+        for part, aims in zip(
+            torch.split(states, HEAD_ROWS), torch.split(torch.cat(list(wanted)), HEAD_ROWS), strict=True
+        )
     ]
     lengths = [len(rows) for rows in chosen]
     hits, expected = (torch.split(torch.cat(column), lengths) for column in zip(*scored, strict=True))
@@ -107,16 +128,27 @@ def _agreements(samples: Sequence[Sample], head: HeadWeights, score: Score) -> l
 
 
 def check_shard(
-    shard: Shard, greedy: Sequence[bool], layer_ids: Sequence[int], head: HeadWeights, agreement_samples: int
+    shard: Shard,
+    greedy: Sequence[bool],
+    choices: Mapping[int, Sequence[int]],
+    layer_ids: Sequence[int],
+    head: HeadWeights,
+    agreement_samples: int,
 ) -> tuple[dict[int, Problem], Agreement]:
-    """Problems by position, and the agreement over the chosen samples (those with faulty rows left out)."""
+    """Problems by position, and the agreement over the chosen samples (those with faulty rows left out).
+
+    choices: for each sample that the verifier did not write, by position, the engine's own choices at its judged rows;
+    empty where it was not asked.
+    """
     problems = find_row_problems(shard, layer_ids)
-    candidates = torch.tensor([position for position in range(len(shard)) if position not in problems])
-    chosen = _evenly(candidates, agreement_samples).tolist()
+    candidates = torch.tensor([i for i in range(len(shard)) if i not in problems and i not in choices])
+    chosen = evenly(candidates, agreement_samples).tolist()
+    told = [position for position, tokens in choices.items() if tokens and position not in problems]
     agreements = head_agreement([(shard.sample(position), greedy[position]) for position in chosen], head)
-    for position, agreement in zip(chosen, agreements, strict=True):
+    agreements += choice_agreement([(shard.sample(position), choices[position]) for position in told], head)
+    for position, agreement in zip(chosen + told, agreements, strict=True):
         if agreement.rows >= MIN_SAMPLE_ROWS and agreement.share < MIN_SAMPLE_AGREEMENT:
-            detail = f"the head gives {agreement.share:.0%} of {agreement.rows} generated tokens"
+            detail = f"the head gives {agreement.share:.0%} of {agreement.rows} tokens"
             problems[position] = Problem("head-disagreement", detail)
     return problems, sum(agreements, Agreement())
 
@@ -134,7 +166,7 @@ def _score_sampled(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.T
     return (top.indices == targets.unsqueeze(1)).any(1).float(), mass
 
 
-def _evenly(values: torch.Tensor, count: int) -> torch.Tensor:
+def evenly(values: torch.Tensor, count: int) -> torch.Tensor:
     """At most `count` of the values, evenly spread."""
     if len(values) <= count:
         return values

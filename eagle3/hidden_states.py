@@ -13,10 +13,11 @@ from itertools import islice
 from pathlib import Path
 
 import pyarrow as pa
+import torch
 
 from eagle3.boundaries import cut_points
 from eagle3.digests import canonical_json, digest, digest_file, digest_tokens
-from eagle3.gates import Agreement, Problem, check_shard
+from eagle3.gates import Agreement, Problem, check_shard, evenly, judged_rows
 from eagle3.params import ExtractParams
 from eagle3.schemas import REJECTED, SCHEMA_VERSION, STATES, TOKENS
 from eagle3.serving.recorder import Placement, StateRecorder, digest_ids
@@ -28,7 +29,7 @@ from eagle3.workstore import link_or_copy, write_file
 MIB = 1 << 20
 #: The columns of the token table that planning needs; the ids are read only for shards that are missing.
 PLANNING = pa.schema([TOKENS.field(name) for name in ("sample_id", "sample_digest", "category", "split", "length")])
-RECORDING = pa.schema([TOKENS.field(name) for name in (*PLANNING.names, "input_ids", "loss_mask", "greedy")])
+RECORDING = pa.schema([TOKENS.field(name) for name in (*PLANNING.names, "input_ids", "loss_mask", "greedy", "rebuilt")])
 
 
 @dataclass(frozen=True)
@@ -179,6 +180,7 @@ def missing_shards(
     missing: set[str],
     table: TokenTable,
     identity: VerifierIdentity,
+    agreement_samples: int,
 ) -> Iterator["OpenShard"]:
     """Each shard whose key is in `missing`, begun when it is asked for. Memory: one shard's token rows."""
     rows = table.rows(RECORDING)
@@ -187,27 +189,37 @@ def missing_shards(
         shard = list(islice(rows, planned.samples))
         if planned.key in left:
             left.remove(planned.key)
-            yield open_new_shard(store, identity, planned, shard, ordinal)
+            yield open_new_shard(store, identity, planned, shard, ordinal, agreement_samples)
         ordinal += planned.samples
 
 
 @dataclass
 class OpenShard:
-    """A shard that is being recorded. pending: samples to submit, by position; left: how many are not done."""
+    """A shard that is being recorded. pending: samples to submit, by position; left: how many are not done.
+
+    choices: the engine's own, by position, of the samples that the verifier did not write; empty until told.
+    """
 
     planned: PlannedShard
     path: Path
     greedy: list[bool]
+    choices: dict[int, tuple[int, ...]]
     left: int
     problems: dict[int, Problem] = field(default_factory=dict)
     pending: list[tuple[int, list[int], Placement]] = field(default_factory=list)
 
 
 def open_new_shard(
-    store: ShardStore, identity: VerifierIdentity, planned: PlannedShard, rows: Sequence[Row], first_ordinal: int
+    store: ShardStore,
+    identity: VerifierIdentity,
+    planned: PlannedShard,
+    rows: Sequence[Row],
+    first_ordinal: int,
+    agreement_samples: int,
 ) -> OpenShard:
     """Create a partial file with everything but the states, and where each sample's states belong.
 
+    agreement_samples: so many of those that the verifier did not write are judged by the engine's own choices.
     Raises ValueError when the disk has no room, or when a row does not fit its digest.
     """
     path = store.partial(planned.key)
@@ -226,7 +238,9 @@ def open_new_shard(
             f"{path}: {error.strerror} while reserving {planned.size:,} bytes; free some room and run again, "
             "finished shards are kept"
         ) from None
-    shard = OpenShard(planned, path, [bool(row["greedy"]) for row in rows], 0)
+    foreign = [position for position, row in enumerate(rows) if row["rebuilt"]]
+    judged = set(evenly(torch.tensor(foreign), agreement_samples).tolist())
+    shard = OpenShard(planned, path, [bool(row["greedy"]) for row in rows], dict.fromkeys(foreign, ()), 0)
     aux, last = layout.places["aux_hidden_states"], layout.places["last_hidden_states"]
     for position, (row, start) in enumerate(zip(rows, layout.offsets, strict=False)):
         ids = row["input_ids"]
@@ -240,6 +254,7 @@ def open_new_shard(
             last.start + start * last.row_bytes,
             row["length"],
             digest_ids(ids),
+            tuple(judged_rows(torch.tensor(row["loss_mask"])).tolist()) if position in judged else (),
         )
         shard.pending.append((position, ids, placement))
     shard.left = len(shard.pending)
@@ -250,13 +265,17 @@ def record_shards(
     recorder: StateRecorder, shards: Iterable[OpenShard], window: int, finish: Callable[[OpenShard], None]
 ) -> None:
     """Stream shards through the engine, at most `window` samples at a time; `finish` each when all of it is done."""
-    owners: dict[int, tuple[OpenShard, int]] = {}
+    owners: dict[int, tuple[OpenShard, int, Placement]] = {}
 
     def settle() -> None:
         for done in recorder.completions():
-            shard, position = owners.pop(done.ordinal)
+            shard, position, placement = owners.pop(done.ordinal)
             if done.problem is not None:
                 shard.problems[position] = Problem("not-recorded", done.problem)
+            elif len(done.choices) != len(placement.judged_rows):
+                shard.problems[position] = Problem("not-recorded", "the engine did not tell its own choices")
+            elif done.choices:
+                shard.choices[position] = done.choices
             shard.left -= 1
             if not shard.left:
                 finish(shard)
@@ -270,7 +289,7 @@ def record_shards(
                 continue
             count = window - recorder.outstanding
             batch, shard.pending = shard.pending[:count], shard.pending[count:]
-            owners |= {placement.ordinal: (shard, position) for position, _, placement in batch}
+            owners |= {placement.ordinal: (shard, position, placement) for position, _, placement in batch}
             recorder.submit([(ids, placement) for _, ids, placement in batch])
     while recorder.outstanding:
         settle()
@@ -281,7 +300,7 @@ def finish_shard(
 ) -> ShardFacts:
     """Put a recorded shard through the gates and keep it. When the head disagrees: ValueError, and it is removed."""
     found, agreement = check_shard(
-        open_shard(shard.path), shard.greedy, identity.aux_layer_ids, head, extract.agreement_samples
+        open_shard(shard.path), shard.greedy, shard.choices, identity.aux_layer_ids, head, extract.agreement_samples
     )
     problems = found | shard.problems
     try:

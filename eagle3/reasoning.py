@@ -149,7 +149,7 @@ class ThinkingFinder:
         written = Spelled(output, self.pieces)
         starts, ends = written.places(start), written.places(end)
         begin = len(prompt)
-        if self._open_in(prompt, start):
+        if self.opened_in(prompt):
             opened_by, at = "prompt", 0
         elif starts and self._blank(output[: starts[0][0]]):
             opened_by, at = "model", starts[0][1]
@@ -167,10 +167,17 @@ class ThinkingFinder:
             begin, begin + len(output), opened_by, "budget" if truncated else "end_of_turn", len(starts) + len(ends)
         )
 
-    def _open_in(self, prompt: Ids, start: Marker) -> bool:
+    def opened_in(self, prompt: Ids) -> bool:
         """Whether the prompt ends in the opening marker and blanks."""
-        tail = prompt[-(len(start.text) + TAIL) :]
-        places = Spelled(tail, self.pieces).places(start)
+        return self.markers.start is not None and self._ends_in(prompt, self.markers.start)
+
+    def closed_in(self, prompt: Ids) -> bool:
+        """Whether the prompt ends in the closing marker and blanks: thinking is switched off."""
+        return self.markers.end is not None and self._ends_in(prompt, self.markers.end)
+
+    def _ends_in(self, prompt: Ids, marker: Marker) -> bool:
+        tail = prompt[-(len(marker.text) + TAIL) :]
+        places = Spelled(tail, self.pieces).places(marker)
         return bool(places) and self._blank(tail[places[-1][1] :])
 
     def _blank(self, ids: Ids) -> bool:

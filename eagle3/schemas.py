@@ -32,20 +32,23 @@ RESPONSES = pa.schema(
         ("split", pa.string()),
         ("messages", pa.list_(MESSAGE)),
         ("reference", pa.string()),
-        ("prompt_token_ids", pa.list_(pa.int32())),  # the ids that the engine read, verbatim; null = it told none
-        ("output_token_ids", pa.list_(pa.int32())),  # the ids that the engine wrote, verbatim, stop token included
+        ("prompt_token_ids", pa.list_(pa.int32())),  # the ids that the engine read, verbatim; null = none are known
+        (
+            "output_token_ids",
+            pa.list_(pa.int32()),
+        ),  # the ids that the engine wrote, verbatim, stop token included; null too
         ("reasoning", pa.string()),  # as the server parsed it; informational, ids are the truth
         ("content", pa.string()),  # as the server parsed it; informational
         ("finish_reason", pa.string()),  # stop | length
         ("stop_reason", pa.string()),  # stop id or string as text, if the server named one
-        ("prompt_tokens", pa.int32()),  # usage as the server counted it
+        ("prompt_tokens", pa.int32()),  # usage as the server counted it; null = no server did
         ("completion_tokens", pa.int32()),
         ("latency_s", pa.float64()),  # from sending the request to the whole answer
         ("attempts", pa.int32()),  # 1 = answered at the first try
         ("sampling", pa.string()),  # canonical JSON of every sampling field that was sent, seed included
         ("chat_template_kwargs", pa.string()),  # canonical JSON, as sent
         ("verifier_digest", pa.string()),
-        ("engine", pa.string()),  # name and version of what answered
+        ("engine", pa.string()),  # name and version of what answered; "reference" = a person
     ]
 )
 
@@ -58,7 +61,7 @@ TOKENS = pa.schema(
         ("category", pa.string()),
         ("split", pa.string()),
         ("input_ids", pa.list_(pa.int32())),  # prompt ids then output ids
-        ("loss_mask", pa.list_(pa.bool_())),  # true where the verifier generated the token
+        ("loss_mask", pa.list_(pa.bool_())),  # true where the verifier (or the reference) wrote the token
         ("prompt_length", pa.int32()),  # [0, prompt_length) is the prompt
         ("thinking_start", pa.int32()),  # [thinking_start, thinking_end) is thinking, markers included; equal = none
         ("thinking_end", pa.int32()),
@@ -70,6 +73,23 @@ TOKENS = pa.schema(
         ("truncated_in", pa.string()),  # thinking | answer where the token budget ended the row, else null
         ("greedy", pa.bool_()),  # every generated token was the verifier's first choice
         ("rebuilt", pa.bool_()),  # true if the ids come from text, not from the engine
+    ]
+)
+
+#: data/tokens/audit.parquet: one row per sample that has ids and was also rebuilt from its text.
+AUDIT = pa.schema(
+    [
+        ("sample_id", pa.string()),
+        ("category", pa.string()),
+        ("kind", pa.string()),  # what went wrong, one of audit.KINDS; null = the same ids
+        ("place", pa.int32()),  # of the first difference in prompt + output; null = the same ids, or none were made
+        ("length", pa.int32()),
+        ("rebuilt_length", pa.int32()),  # null = the text gave no ids at all
+        ("written", pa.string()),  # what the verifier wrote from there on, a few tokens
+        ("rebuilt", pa.string()),  # what the text gave instead
+        ("has_thinking", pa.bool_()),  # the ids hold thinking with text in it
+        ("naive_identical", pa.bool_()),  # the chat template, applied to the finished conversation, gives the same ids
+        ("naive_thinking_lost", pa.bool_()),  # it leaves out the thinking
     ]
 )
 

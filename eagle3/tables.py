@@ -5,9 +5,11 @@ A folder is written aside and renamed when its index is complete, so a reader ne
 
 import json
 import math
+import os
 import shutil
+import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from eagle3.boundaries import cut_points
@@ -24,8 +27,31 @@ from eagle3.workstore import naming, write_file
 
 INDEX = "index.parquet"
 PART_BYTES = 8 << 20, 64 << 20
+REJECTED_BYTES = 1 << 20  # of rejected rows in memory
 
 Row = dict[str, Any]
+
+
+class Rejected:
+    """Rows of schemas.REJECTED, in order. A few stay in memory, more of them in a temporary file."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.SpooledTemporaryFile(max_size=REJECTED_BYTES)  # noqa: SIM115 - lives as long as this
+        self._count = 0
+
+    def append(self, row: Row) -> None:
+        with naming(Path(tempfile.gettempdir())):
+            self._file.seek(0, os.SEEK_END)
+            self._file.write(json.dumps(row).encode() + b"\n")
+        self._count += 1
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Row]:
+        self._file.seek(0)
+        for line in self._file:
+            yield json.loads(line)
 
 
 class Account:
@@ -36,17 +62,21 @@ class Account:
         self.stage, self.max_rejected_share = stage, max_rejected_share
         self._setting = f"{stage.replace('-', '_')}.{setting}"
         self.rows_in = self.rows_out = 0
-        self.rejected: list[Row] = []
+        self.rejected = Rejected()
+        self._first = ""
+        self._reasons: Counter[str] = Counter()
         self.tolerated: Counter[str] = Counter()
 
     def reject(self, row: str, reason: str, detail: str = "", *, tolerated: bool = False) -> None:
         """Count a row out. `tolerated` reasons (duplicates) never fail the stage."""
         self.rejected.append({"row": row, "reason": reason, "detail": detail[:500]})
+        self._first = self._first or f"; first: {row}: {reason} {detail[:500]}".rstrip()
+        self._reasons[reason] += 1
         self.tolerated[reason] += tolerated
 
     def reasons(self) -> dict[str, int]:
         """Rejected rows by reason."""
-        return dict(sorted(Counter(row["reason"] for row in self.rejected).items()))
+        return dict(sorted(self._reasons.items()))
 
     def settle(self) -> dict[str, Any]:
         """The counts as metrics. Raises ValueError when too many rows were rejected or none is left."""
@@ -54,14 +84,13 @@ class Account:
             raise AssertionError(f"{self.stage}: {self.rows_in} in, {self.rows_out} out, {len(self.rejected)} rejected")
         failed = len(self.rejected) - self.tolerated.total()
         listed = ", ".join(f"{count} {reason}" for reason, count in self.reasons().items())
-        first = next((f"; first: {r['row']}: {r['reason']} {r['detail']}".rstrip() for r in self.rejected), "")
         if not self.rows_out:
             raise ValueError(
-                f"{self.stage}: no row is left of {self.rows_in} ({listed or 'the input is empty'}){first}"
+                f"{self.stage}: no row is left of {self.rows_in} ({listed or 'the input is empty'}){self._first}"
             )
         if failed > self.max_rejected_share * self.rows_in:
             raise ValueError(
-                f"{self.stage}: {failed} of {self.rows_in} rows rejected ({listed}){first}; "
+                f"{self.stage}: {failed} of {self.rows_in} rows rejected ({listed}){self._first}; "
                 f"more than {self._setting} = {self.max_rejected_share} allows"
             )
         return {"rows_in": self.rows_in, "rows_out": self.rows_out, "rows_rejected": self.reasons()}
@@ -80,14 +109,23 @@ def write_table(path: Path, rows: Iterable[Row], schema: pa.Schema, batch_rows: 
     return count
 
 
-def read_table(path: Path, schema: pa.Schema, batch_rows: int = 256, *, arrays: bool = False) -> Iterator[Row]:
+#: A column and some of its values: only rows that have one of them are wanted.
+Only = tuple[str, Collection[str]]
+
+
+def read_table(
+    path: Path, schema: pa.Schema, batch_rows: int = 256, *, arrays: bool = False, only: Only | None = None
+) -> Iterator[Row]:
     """Rows of one Parquet file, a batch at a time. Raises ValueError for a file that is missing, damaged or foreign.
 
     arrays: lists of numbers come as NumPy arrays, which is many times faster; a list with a null in it stays a list.
     """
+    wanted = None if only is None else pa.array(sorted(only[1]), pa.string())
     with _reading(path), pq.ParquetFile(path) as file:
         _check_columns(path, file, schema)
         for batch in file.iter_batches(batch_size=batch_rows, columns=schema.names):
+            if only is not None:
+                batch = batch.filter(pc.is_in(batch.column(only[0]), value_set=wanted))
             yield from _rows(batch) if arrays else batch.to_pylist()
 
 
@@ -147,14 +185,14 @@ def write_parts(out: Path, rows: Iterable[Row], schema: pa.Schema, key: str, acc
         write_table(folder / INDEX, index, PARTS)
 
 
-def read_parts(folder: Path, schema: pa.Schema, *, arrays: bool = False) -> Iterator[Row]:
+def read_parts(folder: Path, schema: pa.Schema, *, arrays: bool = False, only: Only | None = None) -> Iterator[Row]:
     """Rows of a folder of parts, in order. Raises ValueError for a missing, damaged or foreign part.
 
-    arrays: see read_table.
+    arrays, only: see read_table.
     """
     for part in list_parts(folder):
         check_part(part)
-        yield from read_table(part.path, schema, arrays=arrays)
+        yield from read_table(part.path, schema, arrays=arrays, only=only)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""A response to its exact token ids, loss mask and spans. Ids are the truth; text is never tokenised again here.
+"""A response to its exact token ids, loss mask and spans. Ids are the truth; where a row has none, rebuild.py has made
+them from its text before, and the row is marked.
 
     ids   | prompt ............ | thinking ........... | answer ........ stop |
     place 0        prompt_length = thinking_start   thinking_end = answer_start   length
@@ -28,15 +29,18 @@ class Unusable(ValueError):
         self.reason, self.detail = reason, detail
 
 
-def reconstruct(response: Row, verifier: VerifierIdentity, finder: ThinkingFinder, max_length: int) -> Row:
+def reconstruct(
+    response: Row, verifier: VerifierIdentity, finder: ThinkingFinder, max_length: int, *, rebuilt: bool = False
+) -> Row:
     """One row of schemas.RESPONSES, ids as arrays, to one row of schemas.TOKENS.
 
+    rebuilt: the ids come from the row's text. Such a row need not have the server's counts, and is never greedy: text
+    does not tell whether its tokens are the ones that the verifier chose.
     Raises Unusable when the ids contradict the server's counts, leave the vocabulary, or come from another verifier.
     """
     if response["verifier_digest"] != verifier.digest:
         raise Unusable("answered by another verifier", f"digest {response['verifier_digest'][:12]}")
-    prompt = _checked(response["prompt_token_ids"], "prompt", response["prompt_tokens"], verifier.vocab_size)
-    output = _checked(response["output_token_ids"], "output", response["completion_tokens"], verifier.vocab_size)
+    prompt, output = _checked(response, "prompt", verifier, rebuilt), _checked(response, "output", verifier, rebuilt)
     if not len(prompt):
         raise Unusable("no prompt ids", "the server returned none")
     length = len(prompt) + len(output)
@@ -61,20 +65,24 @@ def reconstruct(response: Row, verifier: VerifierIdentity, finder: ThinkingFinde
         "answer_start": thinking.end,
         "length": length,
         "truncated_in": None if not truncated else "thinking" if thinking.ended_by == "budget" else "answer",
-        "greedy": is_greedy(json.loads(response["sampling"])),
-        "rebuilt": False,
+        "greedy": not rebuilt and is_greedy(json.loads(response["sampling"])),
+        "rebuilt": rebuilt,
         "stray_markers": thinking.stray,
     }
 
 
 def is_greedy(sampling: Row) -> bool:
-    """Whether these sampling fields make the engine emit its first choice at every step."""
+    """Whether these sampling fields make the engine emit its first choice at every step; where one is missing, no."""
     neutral = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-    return sampling["temperature"] == 0 and all(sampling[name] == value for name, value in neutral.items())
+    return all(sampling.get(name) == value for name, value in {"temperature": 0, **neutral}.items())
 
 
-def _checked(ids: Any, name: str, counted: int, vocab_size: int) -> Ids:
+COUNTED = {"prompt": "prompt_tokens", "output": "completion_tokens"}
+
+
+def _checked(response: Row, name: str, verifier: VerifierIdentity, rebuilt: bool) -> Ids:
     """The ids as they are. Raises Unusable for a wrong number of them or one that is none."""
+    ids, counted = response[f"{name}_token_ids"], response[COUNTED[name]]
     if ids is None:
         raise Unusable("no ids", f"the server returned no {name} ids")
     if isinstance(ids, list):  # as the tables give a list with a null in it
@@ -82,9 +90,10 @@ def _checked(ids: Any, name: str, counted: int, vocab_size: int) -> Ids:
         if absent is not None:
             raise Unusable("id outside the vocabulary", f"{name} id {absent} is null")
     checked: Ids = np.asarray(ids, dtype=np.int32)
-    if len(checked) != counted:
-        raise Unusable("ids disagree with usage", f"{len(checked)} {name} ids, usage says {counted}")
-    outside = checked[(checked < 0) | (checked >= vocab_size)]
+    if len(checked) != counted and not (rebuilt and counted is None):
+        reason = "rebuilt ids disagree with usage" if rebuilt else "ids disagree with usage"
+        raise Unusable(reason, f"{len(checked)} {name} ids, usage says {counted}")
+    outside = checked[(checked < 0) | (checked >= verifier.vocab_size)]
     if len(outside):
-        raise Unusable("id outside the vocabulary", f"{name} id {outside[0]}, vocabulary {vocab_size}")
+        raise Unusable("id outside the vocabulary", f"{name} id {outside[0]}, vocabulary {verifier.vocab_size}")
     return checked

@@ -6,11 +6,13 @@
 import fcntl
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -198,10 +200,29 @@ def load_head(folder: Path) -> HeadWeights:
 def prompt_ids(tokenizer: Any, messages: list[dict[str, str]], kwargs: dict[str, Any]) -> list[int]:
     """The ids of a conversation up to the point where the verifier answers, as vLLM's chat endpoint makes them.
 
-    tokenizer: of load_tokenizer. kwargs: for the template (generate.chat_template_kwargs).
+    tokenizer: of load_tokenizer. kwargs: for the template (generate.chat_template_kwargs). A BOS is there exactly as
+    often as the template writes it: the tokenizer adds none.
     """
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **kwargs)
-    return list(tokenizer.encode(text, add_special_tokens=False))
+    return flat_ids(tokenizer.encode(text, add_special_tokens=False))
+
+
+def flat_ids(value: Any) -> list[int]:
+    """Token ids as one list, from whatever a tokenizer or a template call gives back.
+
+    Taken are a list, an array or a tensor, one row of them in two dimensions, and a mapping that has such under
+    input_ids. Raises ValueError for any other shape or kind.
+    """
+    held = value["input_ids"] if isinstance(value, Mapping) else value
+    try:
+        ids = np.asarray(held)
+    except ValueError:
+        raise ValueError(f"token ids expected, found {type(value).__name__} of rows of several lengths") from None
+    if ids.ndim == 2 and len(ids) == 1:
+        ids = ids[0]
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise ValueError(f"token ids of one text expected, found {type(value).__name__} of shape {list(ids.shape)}")
+    return [int(token) for token in ids]
 
 
 def _load_tensor(folder: Path, names: dict[str, str], ending: str) -> torch.Tensor:

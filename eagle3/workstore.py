@@ -69,22 +69,39 @@ def naming(path: Path) -> Iterator[None]:
 
 
 class RowStore:
-    """Small units (a row's result) in one SQLite file: key -> bytes, with a checksum; a damaged one reads as absent."""
+    """Small units (a row's result) in one SQLite file: key -> bytes, with a checksum; a damaged one reads as absent.
 
-    def __init__(self, path: Path, commit_every_s: float = 1.0):
+    A unit survives the death of this process from the moment that `put` returns, and a power cut `sync_every_s` later.
+    One process at a time: the file is locked while it is open (and so needs no memory shared between processes, which
+    network file systems lack).
+    """
+
+    def __init__(self, path: Path, sync_every_s: float = 0.5):
         self._path = path
-        self._commit_every_s = commit_every_s
-        self._last_commit = time.monotonic()
+        self._sync_every_s = sync_every_s
+        self._last_sync = time.monotonic()
+        self._pending = False
         try:
             self._open()
-        except sqlite3.DatabaseError:
+        except sqlite3.DatabaseError as error:
+            kind = error.sqlite_errorcode & 0xFF
+            if kind == sqlite3.SQLITE_BUSY:
+                raise ValueError(f"{path} is in use by another process") from None
+            if kind not in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
+                with naming(path):
+                    raise
             path.replace(path.with_suffix(".damaged"))
             self._open()
 
     def _open(self) -> None:
         self._db = sqlite3.connect(self._path, isolation_level=None)
-        self._db.execute("PRAGMA journal_mode = TRUNCATE")
-        self._db.execute("PRAGMA synchronous = FULL")
+        for setting in (
+            "locking_mode = EXCLUSIVE",
+            "journal_mode = WAL",
+            "synchronous = NORMAL",
+            "wal_autocheckpoint = 1000",
+        ):
+            self._db.execute(f"PRAGMA {setting}")
         self._db.execute(
             "CREATE TABLE IF NOT EXISTS units (key TEXT PRIMARY KEY, sha256 TEXT, value BLOB) WITHOUT ROWID"
         )
@@ -103,20 +120,20 @@ class RowStore:
         return [self.get(key) is None for key in keys]
 
     def put(self, key: str, value: bytes) -> None:
-        """Keep a unit; it is on the disk at the latest `commit_every_s` seconds (and one more put) later."""
+        """Keep a unit."""
         with naming(self._path):
-            if not self._db.in_transaction:
-                self._db.execute("BEGIN")
             self._db.execute("INSERT OR REPLACE INTO units VALUES (?, ?, ?)", (key, digest_bytes(value), value))
-        if time.monotonic() - self._last_commit >= self._commit_every_s:
+        self._pending = True
+        if time.monotonic() - self._last_sync >= self._sync_every_s:
             self.flush()
 
     def flush(self) -> None:
-        """Commit what is pending."""
-        if self._db.in_transaction:
-            with naming(self._path):
-                self._db.execute("COMMIT")
-        self._last_commit = time.monotonic()
+        """Make what was put survive a power cut too."""
+        if self._pending:
+            log = self._path.with_name(self._path.name + "-wal")  # SQLite has everything new in there
+            with naming(log), log.open("rb") as file:
+                os.fsync(file.fileno())
+        self._pending, self._last_sync = False, time.monotonic()
 
     def __enter__(self) -> "RowStore":
         return self

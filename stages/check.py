@@ -42,6 +42,8 @@ def check_together(params: Params) -> None:
         raise ValueError("extract.shard_min_mib is above extract.shard_max_mib")
     if params.prompts.min_characters > params.prompts.max_characters:
         raise ValueError("prompts.min_characters is above prompts.max_characters")
+    if params.generate.responses == "reference" and params.generate.samples_per_prompt > 1:
+        raise ValueError("generate.samples_per_prompt must be 1 with generate.responses: reference; a prompt has one")
     room = params.verifier.max_model_len - params.generate.min_room_tokens
     if room < 1:
         raise ValueError("generate.min_room_tokens leaves no room for a prompt within verifier.max_model_len")

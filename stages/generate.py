@@ -5,6 +5,7 @@ from pathlib import Path
 from eagle3.params import load_params
 from eagle3.schemas import RESPONSES
 from eagle3.serving.generation import Generation
+from eagle3.serving.references import References
 from eagle3.stage import run_stage
 from eagle3.tables import Account, write_metrics, write_parts
 from eagle3.verifier import read_identity
@@ -15,13 +16,20 @@ def generate(prompts: Path, verifier: Path, responses: Path, metrics: Path, para
     """`prompts`/{train,validation}.parquet, identity `verifier` -> `responses` (parts), counts in `metrics`.
 
     Finished answers survive any end of this stage in the work store; running it again asks for the missing ones only.
+    With generate.responses: reference the answers are those of the prompts' sources, and nobody is asked.
     Raises ValueError when the server fails or stalls, or more rows than generate.max_failed_share have no answer.
     """
     params = load_params(params_path)
     account = Account("generate", params.generate.max_failed_share, "max_failed_share")
+    identity = read_identity(verifier)
+    if params.generate.responses == "reference":
+        given = References(prompts, params.generate, identity)
+        write_parts(responses, given.rows(account), RESPONSES, "prompt_id", account)
+        write_metrics(metrics, account.settle() | given.metrics())
+        return
     with work_folder("generate") as folder, RowStore(folder / "responses.sqlite") as store:
-        identity = read_identity(verifier)
-        run = Generation(prompts, params.verifier, params.engine, params.generate, identity, store)
+        own = params.generate
+        run = Generation(prompts, params.verifier, params.engine, params.reasoning, own, identity, store)
         run.find_engine()
         run.ask_missing()
         write_parts(responses, run.rows(account), RESPONSES, "prompt_id", account)

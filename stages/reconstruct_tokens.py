@@ -5,39 +5,44 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-
+from eagle3.audit import audit, audit_metrics, audit_text
 from eagle3.console import Progress, visible
 from eagle3.params import ReconstructTokensParams, load_params
 from eagle3.reasoning import Pieces, ThinkingFinder
-from eagle3.schemas import RESPONSES, TOKENS, sample_name
+from eagle3.rebuild import Rebuilder
+from eagle3.responses import Picked, read_responses
+from eagle3.schemas import AUDIT, TOKENS, sample_name
 from eagle3.stage import run_stage
-from eagle3.tables import Account, Row, count_parts, read_parts, write_metrics, write_parts
+from eagle3.tables import Account, Row, count_parts, write_metrics, write_parts, write_table
 from eagle3.tokens import Unusable, reconstruct
 from eagle3.verifier import load_tokenizer, read_identity
 
 PREVIEW_ROWS = 20
-#: The columns that the ids need; text is read for rows that have none.
-NEEDED = pa.schema([f for f in RESPONSES if f.name not in ("messages", "reference", "reasoning", "content")])
 
 
 def reconstruct_tokens(responses: Path, verifier: Path, tokens: Path, metrics: Path, params_path: Path) -> None:
-    """Turn RESPONSES into TOKENS (ids, loss mask, spans) and write METRICS."""
+    """Turn RESPONSES into TOKENS (ids, loss mask, spans) and write METRICS.
+
+    Rows without ids get them from their text; some rows with ids too, to compare (audit.txt and audit.parquet).
+    """
     params = load_params(params_path)
     identity = read_identity(verifier)
     own = params.reconstruct_tokens
     tokenizer = load_tokenizer(params.verifier)
     finder = ThinkingFinder(identity.markers, Pieces(tokenizer))
+    rebuilder = Rebuilder(tokenizer, identity, finder)
     account = Account("reconstruct-tokens", own.max_rejected_share)
-    tally = Tally()
+    tally, picked = Tally(), Picked(own.audit_rows)
 
     def samples() -> Iterator[Row]:
         with Progress("reconstruct-tokens", count_parts(responses), "rows") as progress:
-            for response in read_parts(responses, NEEDED, arrays=True):
+            for response in read_responses(responses):
                 account.rows_in += 1
                 progress.advance()
+                rebuilt = response["prompt_token_ids"] is None and response["output_token_ids"] is None
                 try:
-                    sample = reconstruct(response, identity, finder, params.verifier.max_model_len)
+                    row = rebuilder.rebuild(response) if rebuilt else response
+                    sample = reconstruct(row, identity, finder, params.verifier.max_model_len, rebuilt=rebuilt)
                     tally.see(sample)
                     check_use(sample, own)
                 except Unusable as unusable:
@@ -47,11 +52,16 @@ def reconstruct_tokens(responses: Path, verifier: Path, tokens: Path, metrics: P
                     continue
                 account.rows_out += 1
                 tally.count(sample)
+                if not rebuilt:
+                    picked.offer(response["prompt_id"], response["sample"])
                 yield sample
 
     write_parts(tokens, samples(), TOKENS, "sample_digest", account)
     (tokens / "preview.txt").write_text("".join(preview(sample, tokenizer) for sample in tally.first))
-    write_metrics(metrics, {**account.settle(), **tally.metrics()})
+    audited = list(audit(picked.read(responses), rebuilder))
+    write_table(tokens / "audit.parquet", audited, AUDIT)
+    (tokens / "audit.txt").write_text(audit_text(audited))
+    write_metrics(metrics, {**account.settle(), **tally.metrics(), "audit": audit_metrics(audited)})
 
 
 def check_use(sample: Row, own: ReconstructTokensParams) -> None:

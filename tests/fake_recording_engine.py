@@ -47,6 +47,10 @@ def run_engine(pipe: ParentPipe, arguments: dict[str, Any]) -> None:
                 done += 1
                 _misbehave(faults, done)
                 assert hashlib.sha256(np.array(input_ids, dtype="<i4").tobytes()).hexdigest() == placement["ids_digest"]
+                if placement["judged_rows"] and "no_choices" not in faults:
+                    choices = [following(input_ids[row]) for row in placement["judged_rows"]]
+                    line = json.dumps({"ordinal": placement["ordinal"], "choices": choices})
+                    completions.write(line.encode() + b"\n")
                 if problem is None:
                     _write(placement, *_spoil(faults, done, *states_of(input_ids, layers)))
                 with open(os.environ["EAGLE3_FAKE_REQUESTS"], "a") as log:  # noqa: PTH123

@@ -5,13 +5,13 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,27 @@ import pytest
 
 from eagle3 import schemas
 from eagle3.console import Interrupted
-from eagle3.digests import canonical_json, derived_seed, digest
+from eagle3.digests import derived_seed, digest
 from eagle3.params import GenerateParams, load_params
 from eagle3.prompts import write_splits
-from eagle3.reasoning import NO_MARKERS, Marker, Markers
+from eagle3.reasoning import Marker, Markers
 from eagle3.serving import client as client_module
 from eagle3.serving.answers import Answer, Limits, Question, Refusal, sampling_fields
-from eagle3.serving.client import Client, Outcome, Service, endpoint_url, is_loopback, request_timeout_s, run_async
-from eagle3.tables import Row, read_parts, read_table
-from eagle3.verifier import VerifierIdentity
-from stages.generate import generate
-from tests.faulty_server import MODEL, TEMPLATE_TOKENS, VOCAB, Fault, FaultyServer, output_ids, prompt_ids
+from eagle3.serving.client import SLOWEST_TOKENS_PER_S, Client, Outcome, Service, request_timeout_s, run_async
+from eagle3.serving.endpoints import LONGEST_PAUSE_S, endpoint_url, is_loopback, retry_after_s
+from eagle3.tables import read_table
+from tests.faulty_server import (
+    KINDS,
+    MODEL,
+    TEMPLATE_TOKENS,
+    VOCAB,
+    Fault,
+    FaultyServer,
+    output_ids,
+    prompt_ids,
+    told,
+)
+from tests.stage_runs import Stage, prompt_row
 
 ROOT = Path(__file__).parent.parent
 PARAMS = load_params(ROOT / "params.yaml").generate.model_copy(
@@ -41,8 +51,8 @@ MARKERS = Markers(Marker("<think>", (6,)), Marker("</think>", (7,)), ())
 
 def service(**changes: Any) -> Service:
     params: GenerateParams = PARAMS.model_copy(update=changes)
-    limits = Limits(VOCAB, MAX_TOKENS, params.min_room_tokens, frozenset({2}))
-    return Service((MODEL,), params, limits, markers=MARKERS, log_hint="see the log")
+    limits = Limits(VOCAB, MAX_TOKENS, params.min_room_tokens, frozenset({2}), params.require_ids)
+    return Service((MODEL,), params, limits, markers=MARKERS, log_hint="see the log", budget_hint="ask for less")
 
 
 def questions(texts: list[str], **changes: Any) -> list[Question]:
@@ -377,7 +387,184 @@ def test_two_endpoints_share_the_work_and_one_that_dies_is_spared() -> None:
     with FaultyServer(lambda _t, _n: Fault(delay_s=0.02)) as one, dead as two:
         outcomes = ask([one.url, two.url], texts)
     assert all(map(good, outcomes.values()))
-    assert sum(dead.asked.values()) < 60
+    assert set(dead.asked.values()) == {1}  # a question that failed there is asked elsewhere
+
+
+def test_every_endpoint_has_its_own_share_of_requests_in_flight() -> None:
+    slow = Fault(delay_s=0.3)
+    with FaultyServer(lambda _t, _n: slow) as one, FaultyServer(lambda _t, _n: slow) as two:
+        ask([one.url, two.url], [f"q{i}" for i in range(120)], concurrency=12)
+        assert (one.most_in_flight, two.most_in_flight) == (12, 12)
+
+
+def test_an_endpoint_that_dies_is_left_out_and_comes_back(capfd: pytest.CaptureFixture[str]) -> None:
+    dead_until, asked_while_dead = time.monotonic() + 1.5, 0
+
+    def plan(_text: str, _attempt: int) -> Fault:
+        nonlocal asked_while_dead
+        two.healthy = time.monotonic() > dead_until
+        asked_while_dead += not two.healthy
+        return Fault(delay_s=0.02, reset=not two.healthy)
+
+    def alive() -> None:
+        two.healthy = time.monotonic() > dead_until
+
+    two = FaultyServer(plan)
+    with FaultyServer(lambda _t, _n: Fault(delay_s=0.1)) as one, two:
+        outcomes = ask([one.url, two.url], [f"q{i}" for i in range(600)], alive, concurrency=8)
+        assert all(map(good, outcomes.values()))
+        assert asked_while_dead <= 8  # none after those that showed that it was dead
+        assert two.answered > 50
+    assert f"{two.url} is left out until it answers again: connection failed" in (told := capfd.readouterr().err)
+    assert f"{two.url} answers again" in told
+
+
+def test_an_endpoint_that_is_down_at_the_start_joins_later(capfd: pytest.CaptureFixture[str]) -> None:
+    late = FaultyServer()
+    with late:
+        late.wanted_port = late.port
+    started = False
+
+    def alive() -> None:
+        nonlocal started
+        if not started:
+            started = True
+            late.__enter__()
+
+    with FaultyServer(lambda _t, _n: Fault(delay_s=0.05)) as one:
+        outcomes = ask([one.url, late.url], [f"q{i}" for i in range(400)], alive, retries=0, concurrency=4)
+    late.__exit__()
+    assert all(map(good, outcomes.values()))
+    assert late.answered > 0
+    assert f"{late.url} is left out" in capfd.readouterr().err
+
+
+def test_all_endpoints_dead_for_too_long_end_the_run_by_name() -> None:
+    kept: list[Outcome] = []
+
+    def alive() -> None:
+        one.healthy = two.healthy = len(kept) < 10
+
+    def plan(_text: str, _attempt: int) -> Fault:
+        return Fault(reset=len(kept) >= 10)
+
+    one, two = FaultyServer(plan), FaultyServer(plan)
+    texts = [f"q{i}" for i in range(200)]
+    with one, two, pytest.raises(ValueError, match=r"no endpoint answered for.*connection failed.*run again") as error:
+        ask([one.url, two.url], texts, alive, kept, stall_timeout_s=1.0, retries=10)
+    assert one.url in str(error.value)
+    assert two.url in str(error.value)
+    assert all(map(good, kept))  # nobody lost its tries on dead servers
+    assert len(kept) >= 10
+
+
+def test_another_version_that_comes_back_ends_the_run() -> None:
+    def plan(_text: str, attempt: int) -> Fault:
+        two.version = "other"
+        return Fault(reset=True)
+
+    two = FaultyServer(plan)
+    with (
+        FaultyServer(lambda _t, _n: Fault(delay_s=0.05)) as one,
+        two,
+        pytest.raises(ValueError, match=r"different engine versions.*vllm other"),
+    ):
+        ask([one.url, two.url], [f"q{i}" for i in range(300)])
+
+
+def test_retry_after_is_read_as_seconds_or_date_and_capped() -> None:
+    def date(seconds: float) -> str:
+        return format_datetime(datetime.now(UTC) + timedelta(seconds=seconds), usegmt=True)
+
+    assert [retry_after_s(text) for text in (None, "", "soon", "-3", "0", "7", "1.5")] == [0, 0, 0, 0, 0, 7, 1.5]
+    assert 8 < retry_after_s(date(10)) <= 10
+    assert retry_after_s(date(-10)) == 0
+    assert retry_after_s("9" * 400) == retry_after_s(date(1e6)) == LONGEST_PAUSE_S
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_retry_after_is_honoured(status: int) -> None:
+    fault = Fault(status=status, headers={"Retry-After": "1"})
+    with FaultyServer(lambda text, n: fault if text == "q1" and n <= 2 else Fault()) as server:
+        outcomes = ask([server.url], ["q1", "q2"])
+    assert all(map(good, outcomes.values()))
+    times = [moment for text, moment in server.times if text == "q1"]
+    assert len(times) == 3
+    assert all(later - earlier >= 1 for earlier, later in pairwise(times))
+
+
+def test_a_server_that_takes_only_so_many_gets_so_many() -> None:
+    """Nobody runs out of tries at a limit that is far below generate.concurrency."""
+    refused = 0
+
+    def plan(_text: str, _attempt: int) -> Fault:
+        nonlocal refused
+        over = server.in_flight > 6
+        refused += over
+        return Fault(status=429) if over else Fault(delay_s=0.02)
+
+    server = FaultyServer(plan)
+    with server:
+        outcomes = ask([server.url], [f"q{i}" for i in range(400)], concurrency=64)
+    assert all(map(good, outcomes.values()))
+    assert refused < 64 + 100
+
+
+def test_every_kind_of_trouble_is_tried_again_and_listed_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "request_timeout_s", lambda *_: 3.0)
+    texts = [f"{i} {kind} {mode}" for i, kind in enumerate(KINDS) for mode in ("once", "always")] + ["0 good x"]
+    with FaultyServer(told) as server:
+        outcomes = ask([server.url], texts, retries=2)
+    for text, outcome in outcomes.items():
+        _, kind, mode = text.split()
+        if kind in ("slow", "good") or mode == "once":
+            assert good(outcome), text
+            assert outcome.attempts == server.asked[text] == (1 if kind in ("slow", "good") else 2)
+        else:
+            assert server.asked[text] == outcome.attempts == 3
+    reasons = {text.split()[1]: refusal(outcome) for text, outcome in outcomes.items() if not good(outcome)}
+    assert reasons == {
+        "hang": "request timed out",
+        "reset": "connection failed",
+        "half": "connection failed",
+        "cut": "malformed response",
+        "missing": "ids missing",
+        "short": "ids disagree with usage",
+        "long": "ids disagree with usage",
+        **{status: f"HTTP {status}" for status in ("408", "409", "429", "500", "503")},
+    }
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"choices": "' + "x" * (5 << 20) + '"}'])
+def test_a_monstrous_reply_is_a_refusal(text: str) -> None:
+    with FaultyServer(lambda _t, _n: Fault(change=lambda _body: text)) as server:
+        outcome = ask([server.url], ["q"], retries=1)["q"]
+    assert refusal(outcome) == "malformed response"
+
+
+def test_a_server_that_cannot_bound_thinking_ends_the_run_with_the_remedy() -> None:
+    said = "thinking_token_budget is set but reasoning_config is not configured. Please set --reasoning-parser"
+    with (
+        FaultyServer(lambda _t, _n: Fault(status=400, message=said)) as server,
+        pytest.raises(ValueError, match=r"reasoning_config is not configured.*ask for less"),
+    ):
+        ask([server.url], [f"q{i}" for i in range(50)], thinking_token_budget=16)
+    assert server.bodies[0]["thinking_token_budget"] == 16
+    assert server.asked.total() < 50
+
+
+def test_timeouts_follow_the_drawn_length_of_each_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(client_module, "request_timeout_s", lambda *given: asked.append(given) or 60.0)
+    with FaultyServer() as server:
+        ask([server.url], [f"q{i}" for i in range(30)], max_new_tokens=[8, 32])
+    assert Counter(asked) == Counter((body["max_tokens"], PARAMS.concurrency) for body in server.bodies)
+    assert {most for most, _ in asked} == {8, 32}
+
+
+def test_timeouts_grow_with_the_length_and_the_load() -> None:
+    assert request_timeout_s(32, 16) - request_timeout_s(8, 16) == pytest.approx(24 * 16 / SLOWEST_TOKENS_PER_S)
+    assert request_timeout_s(32, 16) < request_timeout_s(32, 17)
 
 
 def test_the_key_is_sent_and_never_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -427,7 +614,7 @@ def test_g11_one_slow_row_among_many_holds_nothing_up_and_memory_stays() -> None
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     assert sorted(order) == sorted(texts)
-    assert order.index("q0") > 100
+    assert order.index("q0") > 2 * PARAMS.concurrency
     assert peak < 8 << 20
 
 
@@ -451,57 +638,6 @@ def test_sigterm_becomes_an_interruption_and_the_handler_is_put_back() -> None:
 # -- the stage as a process
 
 
-class Stage:
-    """The stage generate with endpoints over prompts in a folder: called, or as a process of its own to kill."""
-
-    def __init__(self, folder: Path, url: str, texts: list[str], **changes: Any):
-        self.folder, self.texts = folder, texts
-        params = (ROOT / "params.yaml").read_text()
-        for name, value in {"endpoints": [url], "max_new_tokens": 32, "retries": 2, **changes}.items():
-            lines = params.splitlines()
-            at = next(
-                i for i, line in enumerate(lines) if line.startswith(f"  {name}:") and i > lines.index("generate:")
-            )
-            lines[at] = f"  {name}: {json.dumps(value)}"
-            params = "\n".join(lines) + "\n"
-        (folder / "params.yaml").write_text(
-            params.replace("bundled:smollm2-135m-think", MODEL).replace("max_model_len: 1024", "max_model_len: 512")
-        )
-        write_splits(folder / "prompts", map(self._row, range(len(texts))))
-        identity = VerifierIdentity(
-            MODEL, "d" * 64, "L", 8, 8, VOCAB, 512, 1e-6, (2, 4, 5), (2,), "float32", "x", NO_MARKERS
-        )
-        (folder / "verifier.json").write_text(canonical_json(asdict(identity)))
-
-    def _row(self, i: int) -> Row:
-        text, split = self.texts[i], "validation" if i % 5 == 0 else "train"
-        messages = [{"role": "user", "content": text}]
-        common = {"source": "s", "source_row": i, "category": "c", "split": split, "reference": None}
-        return {"prompt_id": digest(text), "messages": messages, **common}
-
-    def _paths(self) -> list[Path]:
-        names = ("prompts", "verifier.json", "responses", "metrics.json", "params.yaml")
-        return [self.folder / name for name in names]
-
-    def start(self) -> "subprocess.Popen[str]":
-        command = [sys.executable, "-m", "stages.generate", *map(str, self._paths())]
-        return subprocess.Popen(command, cwd=ROOT, env=os.environ, stderr=subprocess.PIPE, text=True)
-
-    def run(self) -> None:
-        generate(*self._paths())
-
-    def rows(self) -> list[Row]:
-        return list(read_parts(self.folder / "responses", schemas.RESPONSES))
-
-    def metrics(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.folder / "metrics.json").read_text())
-        return found
-
-    def expected_order(self) -> list[str]:
-        split = [[digest(t) for i, t in enumerate(self.texts) if (i % 5 == 0) is held] for held in (False, True)]
-        return split[0] + split[1]
-
-
 def test_g11_killed_and_resumed_every_row_is_there_exactly_once(tmp_path: Path) -> None:
     texts = [f"question {i}" for i in range(60)]
     with FaultyServer(lambda text, _n: Fault(delay_s=0.1 + (60 - int(text.split()[1])) / 30)) as server:
@@ -512,11 +648,11 @@ def test_g11_killed_and_resumed_every_row_is_there_exactly_once(tmp_path: Path) 
             assert process.poll() is None
         process.send_signal(signal.SIGKILL)
         process.wait()
-        before = server.asked.total()
+        before, answered = server.asked.total(), server.answered
         assert not (tmp_path / "responses").exists()
         stage.run()
         asked_again = server.asked.total() - before
-        assert 60 - 25 <= asked_again < 60 - 8
+        assert 60 - answered <= asked_again <= 60 - answered + 6  # at most what was in flight is lost
         assert [row["prompt_id"] for row in stage.rows()] == stage.expected_order()
         metrics = stage.metrics()
         assert metrics["reused"] == 60 - asked_again
@@ -577,3 +713,118 @@ def test_g07_g16_counts_by_finish_reason_and_rejected_rows(tmp_path: Path) -> No
     assert [row["row"] for row in rejected] == [digest("x" * 600)]
     assert all(json.loads(row["sampling"])["max_tokens"] == 6 for row in rows)
     assert {row["engine"] for row in rows} == {"vllm 9.9.9"}
+
+
+# -- servers that tell no ids
+
+
+def no_prompt_ids(body: dict[str, Any]) -> None:
+    body["prompt_token_ids"] = None
+
+
+def without(*names: str) -> Callable[[dict[str, Any]], None]:
+    """Ids away, and these fields of the message empty."""
+
+    def change(body: dict[str, Any]) -> None:
+        body["prompt_token_ids"] = body["choices"][0]["token_ids"] = None
+        body["choices"][0]["message"].update(dict.fromkeys(names, ""))
+
+    return change
+
+
+def uncounted(body: dict[str, Any]) -> None:
+    without()(body)
+    body["usage"]["completion_tokens"] = None
+
+
+def test_answers_without_ids_are_taken_where_none_are_required() -> None:
+    changes = {
+        "ids": None,
+        "none": without(),
+        "reasoning only": lambda body: (without("content")(body), body["choices"][0]["message"].update(reasoning="r")),
+        "empty": without("content", "reasoning"),
+        "half": no_prompt_ids,
+        "uncounted": uncounted,
+        "wrong": shorter,
+    }
+
+    def plan(text: str, _attempt: int) -> Fault:
+        change = changes[text]
+        return Fault() if change is None else Fault(change=lambda body: change(body) and None)
+
+    with FaultyServer(plan) as server:
+        outcomes = ask([server.url], list(changes), require_ids=False)
+    assert good(outcomes["ids"])
+    for text in ("none", "reasoning only"):
+        answer = outcomes[text].result
+        assert isinstance(answer, Answer)
+        assert (answer.prompt_token_ids, answer.output_token_ids) == (None, None)
+        ids = prompt_ids(outcomes[text].question.messages)
+        assert (answer.prompt_tokens, answer.length) == (len(ids), len(ids) + answer.completion_tokens)
+    assert refusal(outcomes["empty"]) == "empty answer"
+    assert refusal(outcomes["half"]) == "ids missing"
+    assert refusal(outcomes["uncounted"]) == "malformed response"
+    assert refusal(outcomes["wrong"]) == "ids disagree with usage"
+
+
+def test_a_run_over_a_server_without_ids_stores_usage_and_text_and_is_no_answer_for_a_run_that_needs_ids(
+    tmp_path: Path,
+) -> None:
+    texts = [f"question {i}" for i in range(20)] + ["x" * 480]
+    with FaultyServer(with_ids=False) as server:
+        stage = Stage(tmp_path, server.url, texts, require_ids=False)
+        stage.run()
+        rows = {row["messages"][0]["content"]: row for row in stage.rows()}
+        assert len(rows) == 21
+        for text, row in rows.items():
+            assert (row["prompt_token_ids"], row["output_token_ids"], row["content"]) == (None, None, "text")
+            ids = prompt_ids([{"role": "user", "content": text}])
+            assert row["prompt_tokens"] == len(ids)
+            assert row["prompt_tokens"] + row["completion_tokens"] <= 511
+        assert stage.metrics()["completion_tokens"] == sum(row["completion_tokens"] for row in rows.values())
+        asked = server.asked.total()
+        stage.run()
+        assert server.asked.total() == asked
+    with FaultyServer() as server:
+        stage = Stage(tmp_path, server.url, texts, require_ids=True)
+        stage.run()
+        assert all(row["output_token_ids"] for row in stage.rows())
+
+
+# -- the dataset's own answers
+
+
+def test_reference_answers_need_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eagle3.serving.generation.LocalServer", None)
+    texts = [f"question {i}" for i in range(20)]
+    stage = Stage(tmp_path, "http://127.0.0.1:9/v1", texts, responses="reference", max_failed_share=0.1)
+    prompts = [prompt_row(i, text) | {"reference": None if i == 3 else f"answer {i}"} for i, text in enumerate(texts)]
+    write_splits(tmp_path / "prompts", prompts)
+    stage.run()
+    rows, metrics = stage.rows(), stage.metrics()
+    assert [row["prompt_id"] for row in rows] == [
+        name for name in stage.expected_order() if name != digest("question 3")
+    ]
+    assert {row["messages"][0]["content"]: row["content"] for row in rows} == {
+        f"question {i}": f"answer {i}" for i in range(20) if i != 3
+    }
+    assert metrics["rows_rejected"] == {"no reference answer": 1}
+    assert metrics["references"] == 19
+    for row in rows:
+        absent = (
+            "prompt_token_ids",
+            "output_token_ids",
+            "prompt_tokens",
+            "completion_tokens",
+            "reasoning",
+            "stop_reason",
+        )
+        assert [row[name] for name in absent] == [None] * 6
+        assert (row["finish_reason"], row["sampling"], row["engine"]) == ("stop", "{}", "reference")
+    assert not (tmp_path / "work" / "generate").exists()
+
+
+def test_too_few_reference_answers_fail_the_stage(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, "http://127.0.0.1:9/v1", ["one", "two"], responses="reference")
+    with pytest.raises(ValueError, match="2 no reference answer"):
+        stage.run()

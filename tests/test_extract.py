@@ -212,6 +212,29 @@ def test_whatever_decides_the_values_is_part_of_the_key(run: Run, rows: list[Row
     assert len(run.requests()) == 10
 
 
+def human_row(choice: random.Random) -> Row:
+    """A sample that the fake verifier would not have written."""
+    ids = [choice.randrange(VOCABULARY) for _ in range(choice.randrange(30, 120))]
+    return token_row(ids, 10, greedy=False, rebuilt=True)
+
+
+def test_text_of_people_is_recorded_and_judged_by_the_engines_own_choices(run: Run) -> None:
+    choice = random.Random(2)
+    rows = [human_row(choice) for _ in range(30)]
+    metrics = run.extract(rows)
+    assert (metrics["rows_out"], metrics["head_agreement"], metrics["head_agreement_rows"]) == (30, 1, 30 * 8)
+    with pytest.raises(ValueError, match="verifier's head gives"):
+        run.extract([human_row(choice) for _ in range(30)], shift_from=0)
+    mixed = [make_row(choice) if number % 2 else human_row(choice) for number in range(30)]
+    assert run.extract(mixed)["head_agreement"] == 1
+
+
+def test_an_engine_that_tells_no_choices_is_noticed(run: Run) -> None:
+    choice = random.Random(2)
+    with pytest.raises(ValueError, match="did not tell its own choices"):
+        run.extract([human_row(choice) for _ in range(30)], no_choices=True)
+
+
 @pytest.mark.parametrize("kept", [0.0, 0.6])
 def test_s02_a_truncated_shard_is_redone(run: Run, rows: list[Row], kept: float) -> None:
     run.extract(rows)

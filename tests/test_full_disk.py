@@ -113,7 +113,7 @@ def test_generate_asks_again_only_for_what_was_not_kept(tmp_path: Path) -> None:
     rows = list(read_parts(tmp_path / "kept/responses", schemas.RESPONSES))
     assert Counter(row["prompt_id"] for row in rows) == Counter(texts)
     reused = json.loads((tmp_path / "kept/m.json").read_text())["reused"]
-    assert reused > 50, second
+    assert reused > 20, second  # a few pages of the store's log for each, until it is folded in
     assert sum(count == 1 for count in asked.values()) >= reused
 
 

@@ -127,7 +127,7 @@ def test_p02_roles(write: Write) -> None:
         3: "unknown role",
         5: "turns do not alternate",
     }
-    assert "developer" in account.rejected[2]["detail"]
+    assert "developer" in list(account.rejected)[2]["detail"]
 
 
 def test_p03_sharegpt(write: Write) -> None:

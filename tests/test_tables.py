@@ -1,6 +1,7 @@
 """Rows in = rows out + rows rejected; parts are deterministic, checked, and an edit rewrites few of them."""
 
 import json
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,6 +69,21 @@ def test_rejected_rows_are_listed_with_their_reason(tmp_path: Path) -> None:
     account = write(tmp_path / "out", rows(10), rejected=3)
     assert account.settle() == {"rows_in": 10, "rows_out": 7, "rows_rejected": {"bad": 3}}
     assert pq.read_table(tmp_path / "out" / "rejected.parquet").column("detail").to_pylist() == ["because"] * 3
+
+
+def test_any_number_of_rejected_rows_is_listed_in_little_memory() -> None:
+    account = Account("s", 1)
+    tracemalloc.start()
+    for number in range(50_000):
+        account.reject(f"row {number}", "bad", "because " * 10)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 3 * tables.REJECTED_BYTES
+    assert account.reasons() == {"bad": 50_000}
+    listed = [row["row"] for row in account.rejected]
+    account.reject("late", "odd")
+    assert [row["row"] for row in account.rejected] == [*listed, "late"]
+    assert listed == [f"row {number}" for number in range(50_000)]
 
 
 def test_too_many_rejected_rows_fail_and_leave_no_out(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ WRITER = """
 import sys, time
 from pathlib import Path
 from eagle3.workstore import RowStore
-with RowStore(Path(sys.argv[1]), commit_every_s=0) as store:
+with RowStore(Path(sys.argv[1]), sync_every_s=60) as store:
     for number in range(10_000):
         store.put(str(number), b"x" * 1000)
         print(number, flush=True)
@@ -22,7 +22,7 @@ with RowStore(Path(sys.argv[1]), commit_every_s=0) as store:
 """
 
 
-def test_rows_committed_before_a_kill_are_there(tmp_path: Path) -> None:
+def test_rows_put_before_a_kill_are_there(tmp_path: Path) -> None:
     path = tmp_path / "rows.sqlite"
     process = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

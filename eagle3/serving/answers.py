@@ -24,6 +24,7 @@ class Limits:
     max_tokens: int  # of prompt and answer together; no stored row is longer
     min_room_tokens: int  # a prompt that leaves less for the answer is rejected
     stop_token_ids: frozenset[int]
+    require_ids: bool  # an answer without token ids is none
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,12 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back, checked."""
+    """What came back, checked. Both lists of ids are null where the server tells none and none are required."""
 
-    prompt_token_ids: list[int]
-    output_token_ids: list[int]
+    prompt_token_ids: list[int] | None
+    output_token_ids: list[int] | None
+    prompt_tokens: int  # as the server counted them
+    completion_tokens: int
     reasoning: str | None
     content: str | None
     finish_reason: str
@@ -53,7 +56,7 @@ class Answer:
 
     @property
     def length(self) -> int:
-        return len(self.prompt_token_ids) + len(self.output_token_ids)
+        return self.prompt_tokens + self.completion_tokens
 
     def thinks(self, markers: Markers) -> bool:
         """Whether the server told any reasoning, or the output holds a think marker."""
@@ -62,7 +65,7 @@ class Answer:
         text = self.content or ""
         return (
             bool(self.reasoning)
-            or not single.isdisjoint(self.output_token_ids)
+            or not single.isdisjoint(self.output_token_ids or ())
             or any(marker.text in text for marker in found)
         )
 
@@ -74,6 +77,7 @@ class Refusal:
     reason: str
     detail: str
     lasting: bool = False
+    pause_s: float = 0.0  # the server asked to be left alone for so long
 
 
 class BadAnswerError(Exception):
@@ -125,12 +129,18 @@ def make_question(prompt: Row, params: GenerateParams, sample: int = 0) -> Quest
 def unit_key(question: Question, params: GenerateParams, verifier_digest: str, engine: str, max_model_len: int) -> str:
     """Key of the answer in the work store: everything that determines it."""
     asked = [question.messages, params.chat_template_kwargs, question.sampling, max_model_len]
-    return digest([SCHEMA_VERSION, "generate", verifier_digest, engine, *asked])
+    without_ids = [] if params.require_ids else ["ids may be missing"]
+    return digest([SCHEMA_VERSION, "generate", verifier_digest, engine, *asked, *without_ids])
 
 
 def refusal_key(key: str, min_room_tokens: int) -> str:
     """Key of a lasting refusal in the work store."""
     return digest([key, "refused", min_room_tokens])
+
+
+def failure_key(key: str) -> str:
+    """Key of what a run has to say about an answer that it did not get; no later run reads it."""
+    return digest([key, "failed"])
 
 
 def read_answer(body: Any, limits: Limits) -> Answer:
@@ -143,28 +153,42 @@ def read_answer(body: Any, limits: Limits) -> Answer:
     usage, message = body.get("usage"), choice.get("message")
     if not isinstance(usage, dict) or not isinstance(message, dict):
         raise BadAnswerError("malformed response", "no usage or no message")
-    prompt_ids = _ids(body.get("prompt_token_ids"), "prompt_token_ids", usage.get("prompt_tokens"), limits)
-    output_ids = _ids(choice.get("token_ids"), "token_ids", usage.get("completion_tokens"), limits)
-    if not prompt_ids or not output_ids:
-        raise BadAnswerError("empty answer", "the server returned no ids")
+    counts = _count(usage, "prompt_tokens"), _count(usage, "completion_tokens")
+    given = body.get("prompt_token_ids"), choice.get("token_ids")
+    prompt_ids = output_ids = None
+    if limits.require_ids or given != (None, None):
+        prompt_ids = _ids(given[0], "prompt_token_ids", counts[0], limits)
+        output_ids = _ids(given[1], "token_ids", counts[1], limits)
+    if not all(counts):
+        raise BadAnswerError("empty answer", "the server counted no tokens")
     finish = choice.get("finish_reason")
     if finish not in FINISH_REASONS:
         raise BadAnswerError("unusual finish reason", repr(finish)[:80])
-    if limits.stop_token_ids.issuperset(output_ids):
-        raise BadAnswerError("empty answer", "nothing but a stop token", again=False)
     stop = choice.get("stop_reason")
     reasoning = _clean(message.get("reasoning")) or _clean(message.get("reasoning_content"))
+    content = _clean(message.get("content"))
+    if limits.stop_token_ids.issuperset(output_ids) if output_ids else not (reasoning or content):
+        raise BadAnswerError("empty answer", "nothing but a stop token", again=False)
     return Answer(
         prompt_token_ids=prompt_ids,
         output_token_ids=output_ids,
+        prompt_tokens=counts[0],
+        completion_tokens=counts[1],
         reasoning=reasoning,
-        content=_clean(message.get("content")),
+        content=content,
         finish_reason=finish,
         stop_reason=None if stop is None else _clean(str(stop)),
     )
 
 
-def _ids(value: Any, name: str, counted: Any, limits: Limits) -> list[int]:
+def _count(usage: dict[str, Any], name: str) -> int:
+    count = usage.get(name)
+    if type(count) is not int or count < 0:
+        raise BadAnswerError("malformed response", f"usage: {name} is {str(count)[:40]}")
+    return count
+
+
+def _ids(value: Any, name: str, counted: int, limits: Limits) -> list[int]:
     if not isinstance(value, list):
         raise BadAnswerError("ids missing", f"{name} is {type(value).__name__}")
     if len(value) != counted:
@@ -189,11 +213,29 @@ def pack_answer(answer: Answer, sampling: dict[str, Any], latency_s: float, atte
         "content": answer.content,
         "finish_reason": answer.finish_reason,
         "stop_reason": answer.stop_reason,
-        "prompt_tokens": len(answer.prompt_token_ids),
-        "completion_tokens": len(answer.output_token_ids),
+        "prompt_tokens": answer.prompt_tokens,
+        "completion_tokens": answer.completion_tokens,
         "latency_s": latency_s,
         "attempts": attempts,
         "sampling": canonical_json(sampling),
+    }
+    return canonical_json(unit).encode()
+
+
+def pack_reference(text: str) -> bytes:
+    """The same for a human answer: text alone, no ids, no counts, and nobody was asked."""
+    unit = {
+        "prompt_token_ids": None,
+        "output_token_ids": None,
+        "reasoning": None,
+        "content": text,
+        "finish_reason": "stop",
+        "stop_reason": None,
+        "prompt_tokens": None,
+        "completion_tokens": None,
+        "latency_s": 0.0,
+        "attempts": 0,
+        "sampling": canonical_json({}),
     }
     return canonical_json(unit).encode()
 

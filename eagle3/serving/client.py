@@ -1,8 +1,8 @@
 """Many independent requests to OpenAI-compatible vLLM endpoints: one per prompt, bounded, retried, watched.
 
-Every question ends in exactly one outcome, an answer or a refusal. Endpoints share the work by load; one that fails is
-spared for a while. Nothing is sent twice at once, and a request that is given up is cancelled at the server too
-(its connection closes).
+Every question ends in exactly one outcome, an answer or a refusal. Endpoints share the work by load; one that is dead
+is left out until it answers again (endpoints.py). Nothing is sent twice at once, and a request that is given up is
+cancelled at the server too (its connection closes). Memory: the requests in flight, however many questions there are.
 """
 
 import asyncio
@@ -17,9 +17,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from ipaddress import ip_address
-from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from typing import Any, NamedTuple, TypeVar
 
 import aiohttp
 
@@ -27,15 +25,20 @@ from eagle3.console import Interrupted, say, visible
 from eagle3.params import GenerateParams
 from eagle3.reasoning import Markers
 from eagle3.serving.answers import Answer, BadAnswerError, Limits, Question, Refusal, read_answer
+from eagle3.serving.endpoints import API_KEY_VARIABLE, Endpoint, Pool, endpoint_url, is_loopback, retry_after_s
 
-API_KEY_VARIABLE = "EAGLE3_API_KEY"
 KEEP_ALIVE_S = 4  # below the 5 s after which vLLM's server closes an idle connection
 CONNECT_S = 60
 SUSPENDED_S = 10  # a tick of the watchdog that takes longer means a suspended process, not a stalled server
 SLOWEST_TOKENS_PER_S = 20  # of one endpoint, all requests together; what timeouts allow for
 BACKOFF_S, LONGEST_BACKOFF_S = 1.0, 30.0
-TRANSIENT = {408, 409, 425, 429, 500, 502, 503, 504, 507, 529}
+PROBE_TICK_S = 0.1
+BODY_BYTES, BODY_BYTES_PER_TOKEN = 1 << 20, 256  # what a reply may weigh, more is not read
+TOO_MANY = 429
+TRANSIENT = {408, 409, 425, TOO_MANY, 500, 502, 503, 504, 507, 529}
 FATAL = {401, 403, 404, 405}
+NO_SUCH_PAGE = (404, 405, 501)
+BUDGET_ERROR = re.compile(r"thinking_token_budget.*reasoning|reasoning.*thinking_token_budget", re.I | re.S)
 CONTEXT_ERROR = re.compile(r"context length|model length|max_tokens|max_completion_tokens|too long|input tokens", re.I)
 TOKEN_COUNTER = re.compile(r"^vllm:(?:generation|prompt)_tokens_total(?:\{[^}]*\})? (\S+)$", re.M)
 CACHE_SIZE = re.compile(r'^vllm:cache_config_info\{.*\bkv_cache_size_tokens="(\d+)"', re.M)
@@ -70,33 +73,23 @@ class Service:
     limits: Limits
     markers: Markers
     log_hint: str  # where to look when something is wrong
+    budget_hint: str  # what to do when the server cannot bound the thinking
 
     @property
     def wants_thinking(self) -> bool:
         return any(self.params.chat_template_kwargs.get(switch) is True for switch in THINKING_SWITCHES)
 
 
-@dataclass
-class Endpoint:
-    """One server."""
+class UnreachableError(ValueError):
+    """An endpoint that does not answer now; it may later."""
 
-    url: str  # ends in /v1
-    session: aiohttp.ClientSession
-    model: str = ""  # as the server names it
-    in_flight: int = 0
-    failures: int = 0  # in a row
-    spared_until: float = 0.0  # time.monotonic() before which others are preferred
 
-    @property
-    def root(self) -> str:
-        return self.url.removesuffix("/v1")
+class Reply(NamedTuple):
+    """What came back over HTTP."""
 
-    def failed(self) -> None:
-        self.failures += 1
-        self.spared_until = time.monotonic() + min(LONGEST_BACKOFF_S, BACKOFF_S * 2**self.failures)
-
-    def answered(self) -> None:
-        self.failures, self.spared_until = 0, 0.0
+    status: int
+    body: Any  # JSON where the status is 200, else text
+    pause_s: float  # as asked for by Retry-After
 
 
 @dataclass
@@ -119,8 +112,8 @@ class Client:
     service: Service
     backoff_s: float = BACKOFF_S
     tally: Tally = field(default_factory=Tally)
-    endpoints: list[Endpoint] = field(default_factory=list)
-    hello_ids: list[int] = field(default_factory=list)  # the prompt ids of HELLO, from the server asked last
+    pool: Pool = field(default_factory=Pool)
+    hello_ids: list[int] = field(default_factory=list)  # the prompt ids of HELLO, from the server asked last, if told
     counts_tokens: bool = True  # the servers have /tokenize
     _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
 
@@ -134,7 +127,8 @@ class Client:
                 headers={"Authorization": f"Bearer {key}"} if key else {},
                 timeout=aiohttp.ClientTimeout(total=CONNECT_S, sock_connect=CONNECT_S),
             )
-            self.endpoints.append(Endpoint(url, await self._stack.enter_async_context(session)))
+            await self._stack.enter_async_context(session)
+            self.pool.endpoints.append(Endpoint(url, session, self.service.params.concurrency))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -143,8 +137,25 @@ class Client:
     # -- before the first question
 
     async def preflight(self) -> str:
-        """Check every endpoint; returns the engine's name and version. Raises ValueError that names the endpoint."""
-        engines = {endpoint.url: await self._check(endpoint) for endpoint in self.endpoints}
+        """Check every endpoint; returns the engine's name and version. Raises ValueError that names the endpoint.
+
+        One that does not answer is left out for now when another one does.
+        """
+        endpoints = self.pool.endpoints
+        results = await asyncio.gather(*map(self._check, endpoints), return_exceptions=True)
+        dead = [result for result in results if isinstance(result, UnreachableError)]
+        for endpoint, result in zip(endpoints, results, strict=True):
+            if isinstance(result, BaseException):
+                if not isinstance(result, UnreachableError) or len(dead) == len(results):
+                    raise result
+                endpoint.trouble = str(result)
+                endpoint.take_out()
+            else:
+                endpoint.engine = result
+        return self._one_engine()
+
+    def _one_engine(self) -> str:
+        engines = {endpoint.url: endpoint.engine for endpoint in self.pool if endpoint.engine}
         if len(set(engines.values())) > 1:
             listed = ", ".join(f"{url}: {engine}" for url, engine in engines.items())
             raise ValueError(f"generate.endpoints run different engine versions ({listed}); make them the same")
@@ -174,11 +185,14 @@ class Client:
                 "request would wait for ever; give the server more memory or lower verifier.max_model_len"
             )
         await self._try_ids(endpoint)
-        version = await self._call(endpoint, "GET", f"{endpoint.root}/version")
-        if version[0] != HTTPStatus.OK or not isinstance(version[1], dict):
+        try:
+            version = await self._call(endpoint, "GET", f"{endpoint.root}/version")
+        except BROKEN:
+            version = Reply(0, None, 0.0)
+        if version.status != HTTPStatus.OK or not isinstance(version.body, dict):
             say(f"{endpoint.url} does not tell its version; an upgrade there will not be noticed")
             return "vllm (version unknown)"
-        return f"vllm {visible(str(version[1].get('version')))}"
+        return f"vllm {visible(str(version.body.get('version')))}"
 
     async def _try_ids(self, endpoint: Endpoint) -> None:
         """One tiny request: ids must come back, and no sign of a server that extracts hidden states."""
@@ -193,29 +207,33 @@ class Client:
             )
         choice = (body.get("choices") or [{}])[0]
         if not isinstance(body.get("prompt_token_ids"), list) or not isinstance(choice.get("token_ids"), list):
-            raise ValueError(
-                f"{endpoint.url} returns no token ids for return_token_ids: true; it must be vLLM 0.11 or newer, "
-                "reached without a gateway that removes fields"
-            )
+            if self.service.limits.require_ids:
+                raise ValueError(
+                    f"{endpoint.url} returns no token ids for return_token_ids: true; it must be vLLM 0.11 or newer, "
+                    "reached without a gateway that removes fields. generate.require_ids: false accepts it: ids are "
+                    "then rebuilt from text, which is less exact"
+                )
+            say(f"warning: {endpoint.url} returns no token ids; they will be rebuilt from text, which is less exact")
+            return
         self.hello_ids = body["prompt_token_ids"]
 
     async def _must(self, endpoint: Endpoint, method: str, url: str, payload: Any = None) -> dict[str, Any]:
         """A reply that has to be there; transient trouble is retried."""
         told = ""
-        for attempt in range(self.service.params.retries + 1):
+        for attempt in range(1 if endpoint.out else self.service.params.retries + 1):
             if attempt:
                 await asyncio.sleep(self._delay(attempt))
             try:
-                status, body = await self._call(endpoint, method, url, payload)
+                reply = await self._call(endpoint, method, url, payload)
             except BROKEN as error:
                 told = visible(str(error) or type(error).__name__)
                 continue
-            if status == HTTPStatus.OK and isinstance(body, dict):
-                return body
-            told = f"HTTP {status}: {self._message(body)}"
-            if status not in TRANSIENT:
-                break
-        raise ValueError(f"{url} does not answer as expected: {told}; {self.service.log_hint}")
+            if reply.status == HTTPStatus.OK and isinstance(reply.body, dict):
+                return reply.body
+            told = f"HTTP {reply.status}: {self._message(reply.body)}"
+            if reply.status not in TRANSIENT:
+                raise ValueError(f"{url} does not answer as expected: {told}; {self.service.log_hint}")
+        raise UnreachableError(f"{url} does not answer: {told}; {self.service.log_hint}")
 
     # -- the questions
 
@@ -226,9 +244,9 @@ class Client:
         alive: Callable[[], ValueError | None],
         total: int,
     ) -> None:
-        """Ask every question, at most `generate.concurrency` at a time; `keep` receives each outcome as it comes.
+        """Ask every question, at most `generate.concurrency` at a time at each endpoint.
 
-        alive: the error to end with when a local server has died, else None.
+        keep: receives each outcome as it comes. alive: the error to end with when a local server has died, else None.
         Raises ValueError when the server dies, when nothing comes back for `generate.stall_timeout_s`, when a long row
         of requests failed, and when thinking was asked for and never came. What was kept before stays kept.
         """
@@ -239,26 +257,30 @@ class Client:
                 self._count(outcome)
                 keep(outcome)
 
-        workers = [asyncio.create_task(work()) for _ in range(min(self.service.params.concurrency, total))]
-        watchdog = asyncio.create_task(self._watch(alive, total))
+        workers = [asyncio.create_task(work()) for _ in range(min(self._workers, total))]
+        guards = [asyncio.create_task(self._watch(alive, total)), asyncio.create_task(self._probe())]
         try:
             pending: set[asyncio.Task[None]] = {*workers}
             while pending:
-                done, _ = await asyncio.wait({*pending, watchdog}, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait({*pending, *guards}, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     task.result()
                 pending -= done
         finally:
-            for task in (*workers, watchdog):
+            for task in (*workers, *guards):
                 task.cancel()
-            await asyncio.gather(*workers, watchdog, return_exceptions=True)
+            await asyncio.gather(*workers, *guards, return_exceptions=True)
+
+    @property
+    def _workers(self) -> int:
+        return self.service.params.concurrency * len(self.pool.endpoints)
 
     def _count(self, outcome: Outcome) -> None:
         tally = self.tally
         tally.finished += 1
         if isinstance(outcome.result, Answer):
             tally.answers += 1
-            tally.output_tokens += len(outcome.result.output_token_ids)
+            tally.output_tokens += outcome.result.completion_tokens
             tally.refused_in_a_row = 0
             tally.thinking += outcome.result.thinks(self.service.markers)
             if self.service.wants_thinking and not tally.thinking and tally.answers == THINKING_PROOF:
@@ -269,7 +291,7 @@ class Client:
                 )
             return
         tally.refused_in_a_row += outcome.result.reason != TOO_LONG
-        if tally.refused_in_a_row > max(2 * self.service.params.concurrency, 20):
+        if tally.refused_in_a_row > max(2 * self._workers, 20):
             raise ValueError(
                 f"the last {tally.refused_in_a_row} requests all failed, the last one with {outcome.result.reason}: "
                 f"{outcome.result.detail}; answers so far are kept; {self.service.log_hint}"
@@ -281,6 +303,7 @@ class Client:
         floor = min(wanted, limits.min_room_tokens)
         most, spare, tries, measured = wanted, self.service.params.retries, 0, False
         exact: int | None = None  # tokens of the prompt, where they matter
+        failed_at: Endpoint | None = None
         if len(self.hello_ids) + question.most_tokens + wanted > limits.max_tokens:
             exact = await self._count_tokens(question)
         while True:
@@ -289,15 +312,14 @@ class Client:
                 if most < floor:
                     return Outcome(question, _too_long(exact, limits), {}, 0.0, tries)
             tries, began = tries + 1, time.monotonic()
-            result = await self._ask(question, most)
+            result, endpoint = await self._ask(question, most, failed_at)
             if isinstance(result, Answer):
-                prompt_tokens = len(result.prompt_token_ids)
                 if measured or fits(result, most, wanted, limits):
                     if result.length > limits.max_tokens:
                         result = Refusal("over the length limit", f"{result.length} tokens", lasting=True)
                     sent = question.sampling | {"max_tokens": most}
                     return Outcome(question, result, sent, time.monotonic() - began, tries)
-                exact, measured = prompt_tokens, True
+                exact, measured = result.prompt_tokens, True
             elif result.reason == NO_ROOM:
                 if exact is not None or most <= floor:
                     return Outcome(question, Refusal(TOO_LONG, result.detail, lasting=True), {}, 0.0, tries)
@@ -306,42 +328,60 @@ class Client:
             elif result.lasting or not spare:
                 return Outcome(question, result, {}, time.monotonic() - began, tries)
             else:
-                spare -= 1
-                await asyncio.sleep(self._delay(self.service.params.retries - spare))
+                spare, failed_at = spare - 1, endpoint
+                pause_s = result.pause_s * random.uniform(1.0, 1.1)
+                await asyncio.sleep(max(pause_s, self._delay(self.service.params.retries - spare)))
 
-    async def _ask(self, question: Question, most: int) -> Answer | Refusal:
-        """One try at the least loaded endpoint."""
-        now = time.monotonic()
-        endpoint = min(self.endpoints, key=lambda e: (e.spared_until > now, e.in_flight, e.failures))
+    async def _ask(self, question: Question, most: int, avoid: Endpoint | None) -> tuple[Answer | Refusal, Endpoint]:
+        """One try at the least loaded endpoint, and which one that was."""
+        endpoint = await self.pool.take(avoid)
+        try:
+            return await self._try(endpoint, question, most), endpoint
+        finally:
+            self.pool.give(endpoint)
+
+    async def _try(self, endpoint: Endpoint, question: Question, most: int) -> Answer | Refusal:
         timeout_s = request_timeout_s(most, self.service.params.concurrency)
-        endpoint.in_flight += 1
+        payload = self._payload(endpoint, question, most)
         self.tally.requests_sent += 1
         try:
-            payload = self._payload(endpoint, question, most)
-            status, body = await self._call(endpoint, "POST", f"{endpoint.url}/chat/completions", payload, timeout_s)
-        except TimeoutError:
-            endpoint.failed()
-            return Refusal("request timed out", f"after {timeout_s:.0f} s")
-        except BROKEN as error:
-            endpoint.failed()
-            return Refusal("connection failed", visible(str(error) or type(error).__name__))
-        finally:
-            endpoint.in_flight -= 1
-        if status == HTTPStatus.OK:
-            endpoint.answered()
-            try:
-                return read_answer(body, self.service.limits)
-            except BadAnswerError as bad:
-                return Refusal(bad.reason, visible(bad.detail), lasting=not bad.again)
-        return self._refusal(endpoint, status, self._message(body))
+            reply = await self._call(endpoint, "POST", f"{endpoint.url}/chat/completions", payload, timeout_s)
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            return self._broken(endpoint, error, timeout_s)
+        if reply.status != HTTPStatus.OK:
+            return self._refusal(endpoint, reply)
+        endpoint.answered()
+        try:
+            return read_answer(reply.body, self.service.limits)
+        except BadAnswerError as bad:
+            return Refusal(bad.reason, visible(bad.detail), lasting=not bad.again)
 
-    def _refusal(self, endpoint: Endpoint, status: int, message: str) -> Refusal:
+    def _broken(self, endpoint: Endpoint, error: Exception, timeout_s: float) -> Refusal:
+        """What a try without a whole reply counts as, and what it says of the endpoint."""
+        told = visible(str(error) or type(error).__name__)
+        if isinstance(error, ValueError) and not isinstance(error, aiohttp.ClientError):
+            return Refusal("malformed response", told)
+        if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError):
+            refusal = Refusal("request timed out", f"after {timeout_s:.0f} s")
+        else:
+            refusal = Refusal("connection failed", told)
+        endpoint.failed(f"{refusal.reason}: {refusal.detail}", self._delay(endpoint.failures + 1))
+        return refusal
+
+    def _refusal(self, endpoint: Endpoint, reply: Reply) -> Refusal:
+        status, message = reply.status, self._message(reply.body)
         if status in FATAL:
             hint = f"set {API_KEY_VARIABLE}" if status in (401, 403) else "see generate.endpoints"
             raise ValueError(f"{endpoint.url}: HTTP {status}: {message}; {hint}")
         if status in TRANSIENT:
-            endpoint.failed()
-            return Refusal(f"HTTP {status}", message)
+            pause_s = max(reply.pause_s, self._delay(endpoint.failures + 1))
+            if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+                endpoint.failed(f"HTTP {status}: {message}", pause_s)
+            elif status == TOO_MANY:
+                endpoint.busy(pause_s)
+            return Refusal(f"HTTP {status}", message, pause_s=reply.pause_s)
+        if status == HTTPStatus.BAD_REQUEST and BUDGET_ERROR.search(message):
+            raise ValueError(f"{endpoint.url}: HTTP {status}: {message}; {self.service.budget_hint}")
         if status == HTTPStatus.BAD_REQUEST and CONTEXT_ERROR.search(message):
             return Refusal(NO_ROOM, message)
         return Refusal(f"HTTP {status}", message, lasting=True)
@@ -353,7 +393,7 @@ class Client:
         for attempt in range(self.service.params.retries + 1):
             if attempt:
                 await asyncio.sleep(self._delay(attempt))
-            endpoint = self.endpoints[(attempt + self.tally.requests_sent) % len(self.endpoints)]
+            endpoint = self.pool.best()
             payload = {
                 "model": endpoint.model,
                 "messages": question.messages,
@@ -361,13 +401,13 @@ class Client:
                 "chat_template_kwargs": self.service.params.chat_template_kwargs,
             }
             try:
-                status, body = await self._call(endpoint, "POST", f"{endpoint.root}/tokenize", payload)
+                reply = await self._call(endpoint, "POST", f"{endpoint.root}/tokenize", payload)
             except BROKEN:
                 continue
-            if status == HTTPStatus.OK and isinstance(body, dict) and isinstance(body.get("count"), int):
-                return int(body["count"])
-            if status not in TRANSIENT:
-                self.counts_tokens = status not in (404, 405, 501)
+            if reply.status == HTTPStatus.OK and isinstance(reply.body, dict) and type(reply.body.get("count")) is int:
+                return int(reply.body["count"])
+            if reply.status not in TRANSIENT:
+                self.counts_tokens = reply.status not in NO_SUCH_PAGE
                 return None
         return None
 
@@ -391,15 +431,24 @@ class Client:
         payload: Any = None,
         timeout_s: float = CONNECT_S,
         as_text: bool = False,
-    ) -> tuple[int, Any]:
-        """Status and JSON (or text) of one HTTP exchange. Raises one of BROKEN."""
+    ) -> Reply:
+        """One HTTP exchange, with the body as JSON (or text). Raises one of BROKEN."""
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S)
         async with endpoint.session.request(
             method, url, json=payload, timeout=timeout, allow_redirects=False
         ) as response:
-            if response.status == HTTPStatus.OK and not as_text:
-                return response.status, await response.json(content_type=None)
-            return response.status, await response.text(errors="replace")
+            body = bytearray()
+            async for piece in response.content.iter_any():
+                body += piece
+                if len(body) > BODY_BYTES + BODY_BYTES_PER_TOKEN * self.service.limits.max_tokens:
+                    raise ValueError(f"the reply is longer than {len(body):,} bytes")
+            pause_s = retry_after_s(response.headers.get("Retry-After"))
+            if response.status != HTTPStatus.OK or as_text:
+                return Reply(response.status, body.decode(errors="replace"), pause_s)
+            try:
+                return Reply(response.status, json.loads(body), pause_s)
+            except RecursionError:
+                raise ValueError("the JSON is nested too deeply") from None
 
     def _message(self, body: Any) -> str:
         """What a server said, fit for a terminal, without our key should the server repeat it."""
@@ -435,31 +484,60 @@ class Client:
             if (self.tally.finished, tokens) != seen:
                 seen, since = (self.tally.finished, tokens), now
             if now - since > patience:
-                in_flight = sum(endpoint.in_flight for endpoint in self.endpoints)
-                raise ValueError(
-                    f"no answer for generate.stall_timeout_s = {patience:g} s with {in_flight} requests in flight; "
-                    f"{self.tally.finished} of {total} are done and kept. Check that the server's KV cache holds "
-                    "verifier.max_model_len tokens (engine.cpu_kv_cache_gib, engine.gpu_memory_utilization), lower "
-                    f"generate.concurrency, or raise the timeout, then run again; {self.service.log_hint}"
-                )
+                raise self._stalled(f"generate.stall_timeout_s = {patience:g} s", total)
+
+    def _stalled(self, patience: str, total: int) -> ValueError:
+        done = f"{self.tally.finished} of {total} are done and kept"
+        if self.pool.all_out:
+            listed = "; ".join(f"{endpoint.url}: {endpoint.trouble}" for endpoint in self.pool)
+            return ValueError(f"no endpoint answered for {patience} ({listed}); {done}; start them and run again")
+        return ValueError(
+            f"no answer for {patience} with {self.pool.in_flight} requests in flight; {done}. Check that the server's "
+            "KV cache holds verifier.max_model_len tokens (engine.cpu_kv_cache_gib, engine.gpu_memory_utilization), "
+            f"lower generate.concurrency, or raise the timeout, then run again; {self.service.log_hint}"
+        )
+
+    async def _probe(self) -> None:
+        """Asks endpoints that are out again and again, ever more rarely, and puts back those that answer.
+
+        Raises ValueError when something else answers there now: another model, another version, no ids.
+        """
+        while True:
+            await asyncio.sleep(PROBE_TICK_S)
+            due = [endpoint for endpoint in self.pool if endpoint.out and endpoint.probe_at <= time.monotonic()]
+            await asyncio.gather(*map(self._put_back, due))
+
+    async def _put_back(self, endpoint: Endpoint) -> None:
+        endpoint.probes += 1
+        endpoint.probe_at = time.monotonic() + self._delay(endpoint.probes)
+        try:
+            health = await self._call(endpoint, "GET", f"{endpoint.root}/health", timeout_s=5, as_text=True)
+            if health.status not in (HTTPStatus.OK, *NO_SUCH_PAGE):
+                raise UnreachableError(f"HTTP {health.status} from /health")
+            endpoint.engine = await self._check(endpoint)
+        except (aiohttp.ClientError, OSError, UnreachableError):
+            return
+        self._one_engine()
+        endpoint.put_back()
+        self.pool.serve()
 
     async def tokens_so_far(self) -> float:
         """Tokens that the servers have read and written, as their metrics say; 0 where they do not say."""
-        texts = [await self._metrics(endpoint) for endpoint in self.endpoints]
+        texts = await asyncio.gather(*map(self._metrics, self.pool))
         return sum(float(count) for text in texts for count in TOKEN_COUNTER.findall(text))
 
     async def _metrics(self, endpoint: Endpoint) -> str:
         """The server's metrics, empty where it has none."""
         try:
-            status, text = await self._call(endpoint, "GET", f"{endpoint.root}/metrics", timeout_s=5, as_text=True)
+            reply = await self._call(endpoint, "GET", f"{endpoint.root}/metrics", timeout_s=5, as_text=True)
         except BROKEN:
             return ""
-        return str(text) if status == HTTPStatus.OK else ""
+        return str(reply.body) if reply.status == HTTPStatus.OK else ""
 
 
 def fits(answer: Answer, asked: int, wanted: int, limits: Limits) -> bool:
     """Whether the answer is what asking for min(wanted, the room that its prompt leaves) tokens would have given."""
-    room = min(wanted, limits.max_tokens - len(answer.prompt_token_ids))
+    room = min(wanted, limits.max_tokens - answer.prompt_tokens)
     if room < min(wanted, limits.min_room_tokens) or answer.length > limits.max_tokens:
         return False
     return answer.finish_reason == "stop" or asked >= room
@@ -473,25 +551,6 @@ def _too_long(prompt_tokens: int, limits: Limits) -> Refusal:
 def request_timeout_s(max_tokens: int, concurrency: int) -> float:
     """How long one request may take: everything in flight at the slowest rate that is still sensible."""
     return CONNECT_S + max_tokens * concurrency / SLOWEST_TOKENS_PER_S
-
-
-def endpoint_url(text: str) -> str:
-    """An endpoint as written -> its base ending in /v1. Raises ValueError for anything but a plain http(s) address."""
-    parts = urlsplit(text)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        raise ValueError(f"generate.endpoints: {visible(text)} is not an address such as http://10.0.0.1:8000/v1")
-    if parts.username is not None or parts.password is not None:
-        raise ValueError(f"generate.endpoints: no keys in addresses; set the variable {API_KEY_VARIABLE} instead")
-    return text.rstrip("/").removesuffix("/v1").rstrip("/") + "/v1"
-
-
-def is_loopback(url: str) -> bool:
-    """Whether a URL points at this machine."""
-    host = urlsplit(url).hostname or ""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
 
 
 def run_async(main: Callable[[], Awaitable[T]]) -> T:

@@ -14,12 +14,13 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from vllm import EngineArgs, LLMEngine, SamplingParams
+from vllm import EngineArgs, LLMEngine, RequestOutput, SamplingParams
 from vllm.config import KVTransferConfig, VllmConfig, get_layers_from_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -281,6 +282,8 @@ def run_engine(pipe: ParentPipe, arguments: dict[str, Any]) -> None:
     if cache.enable_prefix_caching:
         raise ValueError("prefix caching is on; recorded states would miss the tokens that were not computed again")
     pipe.send({"cache_tokens": (cache.num_gpu_blocks or 0) * cache.block_size})
+    completions = os.open(transfer.kv_connector_extra_config["completions"], os.O_WRONLY)
+    judged: dict[str, tuple[int, ...]] = {}
     wait_s = 0.0
     while True:
         if pipe.waits(wait_s):
@@ -289,13 +292,31 @@ def run_engine(pipe: ParentPipe, arguments: dict[str, Any]) -> None:
                 return
             for input_ids, transfer_params in message:
                 _add_request(engine, input_ids, transfer_params)
+                if transfer_params["judged_rows"]:
+                    judged[str(transfer_params["ordinal"])] = transfer_params["judged_rows"]
         started = time.monotonic()
-        engine.step()  # also when nothing runs: finished requests are handed over and blocks freed in steps
+        outputs = engine.step()  # also when nothing runs: finished requests are handed over and blocks freed in steps
+        for output in outputs:
+            if output.finished and output.request_id in judged:
+                line = {"ordinal": int(output.request_id), "choices": _choices(output, judged.pop(output.request_id))}
+                os.write(completions, (json.dumps(line) + "\n").encode())  # its states follow in a later step
         wait_s = 2 * IDLE_STEP_S if time.monotonic() - started < IDLE_STEP_S else 0.0
 
 
 def _add_request(engine: LLMEngine, input_ids: list[int], transfer_params: dict[str, Any]) -> None:
     sampling = SamplingParams(
-        max_tokens=1, temperature=0.0, detokenize=False, extra_args={"kv_transfer_params": transfer_params}
+        max_tokens=1,
+        temperature=0.0,
+        detokenize=False,
+        prompt_logprobs=1 if transfer_params["judged_rows"] else None,
+        extra_args={"kv_transfer_params": transfer_params},
     )
     engine.add_request(str(transfer_params["ordinal"]), {"prompt_token_ids": input_ids}, sampling)
+
+
+def _choices(output: RequestOutput, rows: Sequence[int]) -> list[int]:
+    """The engine's most likely token behind each of these rows of a prompt."""
+    told = output.prompt_logprobs
+    assert told is not None
+    likely = [told[row + 1] or {} for row in rows]  # the entry of a token holds what was expected in its place
+    return [max(entry, key=lambda token: entry[token].logprob) for entry in likely]

@@ -36,6 +36,7 @@ class Placement:
     """Where one sample's states belong; travels with the request as its kv_transfer_params.
 
     aux_start, last_start: byte offsets in the file of the sample's first row in either tensor.
+    judged_rows: rows at which the engine is to tell the token that it would choose itself; none = it need not.
     """
 
     ordinal: int
@@ -44,14 +45,16 @@ class Placement:
     last_start: int
     length: int
     ids_digest: str
+    judged_rows: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A sample is done: written, or not for the reason in `problem`."""
+    """A sample is done: written, or not for the reason in `problem`. choices: the engine's own at the judged rows."""
 
     ordinal: int
     problem: str | None
+    choices: tuple[int, ...]
 
 
 def recording_arguments(
@@ -111,6 +114,7 @@ class StateRecorder:
         os.mkfifo(fifo)
         self._completions = os.open(fifo, os.O_RDWR | os.O_NONBLOCK)  # also a writer: no end of file between engines
         self._unread = b""
+        self._choices: dict[int, tuple[int, ...]] = {}  # of samples that are not done yet
         self._process = EngineProcess(ENGINE, (arguments,), environment, log_path, "recording engine")
 
     def __enter__(self) -> "StateRecorder":
@@ -150,4 +154,10 @@ class StateRecorder:
 
     def _read(self) -> list[Completion]:
         *lines, self._unread = (self._unread + os.read(self._completions, 1 << 16)).split(b"\n")
-        return [Completion(**json.loads(line)) for line in lines]
+        found = []
+        for told in map(json.loads, lines):
+            if "choices" in told:  # comes before the same sample's completion
+                self._choices[told["ordinal"]] = tuple(told["choices"])
+            else:
+                found.append(Completion(told["ordinal"], told["problem"], self._choices.pop(told["ordinal"], ())))
+        return found

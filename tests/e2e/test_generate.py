@@ -1,9 +1,9 @@
-"""generate with a real vLLM on a tiny verifier: ids verbatim, killed and resumed, determinism, nothing left behind."""
+"""generate with a real vLLM on a tiny verifier: ids verbatim, killed and resumed, determinism, nothing left behind,
+thinking bounded."""
 
 import os
 import signal
 import socket
-import sqlite3
 import subprocess
 import sys
 import time
@@ -24,6 +24,7 @@ from eagle3.serving.client import Client, Outcome, Service, run_async
 from eagle3.serving.server import LocalServer
 from eagle3.tables import Row, read_parts, read_table
 from eagle3.verifier import identify_verifier, write_identity
+from tests.stage_runs import stored_keys
 
 pytestmark = pytest.mark.slow
 
@@ -39,6 +40,7 @@ def write_params(path: Path, verifier: Path, **generate: Any) -> Params:
     """params.yaml for the tiny verifier, in float32 and with a small KV cache."""
     values = YAML(typ="safe", pure=True).load((ROOT / "params.yaml").read_text())
     values["verifier"] |= {"model": str(verifier), "dtype": "float32", "max_model_len": MAX_MODEL_LEN}
+    values["verifier"]["chat_template"] = None
     values["engine"] |= {"cpu_kv_cache_gib": 0.25, "max_num_seqs": 32}
     values["generate"] |= {"max_new_tokens": 40, "concurrency": 12, "max_failed_share": 0.1, **generate}
     with path.open("w") as file:
@@ -58,12 +60,17 @@ def template_ids(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, st
 
 
 def stored(work: Path) -> int:
-    """Rows that are committed in the work store of a running stage."""
-    try:
-        with sqlite3.connect(f"file:{work}/generate/responses.sqlite?mode=ro", uri=True) as store:
-            return int(store.execute("SELECT count(*) FROM units").fetchone()[0])
-    except sqlite3.Error:
-        return 0
+    """Rows that are in the work store of a running stage."""
+    return len(stored_keys(work / "generate" / "responses.sqlite"))
+
+
+def lay_out(folder: Path, params: Params, texts: list[str]) -> tuple[list[Row], list[str]]:
+    """The stage's inputs in a folder; returns the prompts and the command that runs the stage."""
+    rows = [prompt_row(i, text) for i, text in enumerate(texts)]
+    write_splits(folder / "prompts", rows)
+    write_identity(identify_verifier(params.verifier, params.reasoning), folder / "verifier.json")
+    names = ("prompts", "verifier.json", "responses", "metrics.json", "params.yaml")
+    return rows, [sys.executable, "-m", "stages.generate", *(str(folder / name) for name in names)]
 
 
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
@@ -72,11 +79,7 @@ def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 def test_killed_midway_and_resumed_with_ids_as_the_template_says(tiny_verifier: Path, tmp_path: Path) -> None:
     params = write_params(tmp_path / "params.yaml", tiny_verifier)
-    rows = [prompt_row(i, text) for i, text in enumerate([*TEXTS, TOO_LONG])]
-    write_splits(tmp_path / "prompts", rows)
-    write_identity(identify_verifier(params.verifier, params.reasoning), tmp_path / "verifier.json")
-    names = ("prompts", "verifier.json", "responses", "metrics.json", "params.yaml")
-    command = [sys.executable, "-m", "stages.generate", *(str(tmp_path / name) for name in names)]
+    rows, command = lay_out(tmp_path, params, [*TEXTS, TOO_LONG])
     work = Path(os.environ["EAGLE3_WORK_DIR"])
 
     first = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
@@ -118,6 +121,43 @@ def test_killed_midway_and_resumed_with_ids_as_the_template_says(tiny_verifier: 
     assert "starting vLLM" not in third.stderr  # nothing missing, nothing started
 
 
+def test_the_server_is_killed_and_the_next_run_asks_only_for_the_rest(tiny_verifier: Path, tmp_path: Path) -> None:
+    """With a thinking budget too, which the server must know of: no answer thinks for longer."""
+    params = write_params(tmp_path / "params.yaml", tiny_verifier, thinking_token_budget=8)
+    settings = YAML(typ="safe", pure=True).load((tmp_path / "params.yaml").read_text())
+    settings["reasoning"] = {"format": "custom", "start": "assistant\n", "end": " so:", "also_ended_by": []}
+    with (tmp_path / "params.yaml").open("w") as file:
+        YAML(typ="safe", pure=True).dump(settings, file)
+    params = load_params(tmp_path / "params.yaml")
+    _, command = lay_out(tmp_path, params, TEXTS)
+    work = Path(os.environ["EAGLE3_WORK_DIR"])
+    first = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    while stored(work) < 12:
+        assert first.poll() is None, first.stderr and first.stderr.read()
+        time.sleep(0.1)
+    family = psutil.Process(first.pid).children(recursive=True)
+    for process in family[1:]:  # the first one is the guard
+        process.kill()
+    _, told = first.communicate()
+    assert first.returncode == 1
+    assert "error:" in told and "generate.log" in told and "Traceback" not in told, told
+    assert not alive(family)
+    done = stored(work)
+    assert done < len(TEXTS)
+
+    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert again.returncode == 0, again.stderr
+    metrics = YAML(typ="safe", pure=True).load((tmp_path / "metrics.json").read_text())
+    assert (metrics["reused"], metrics["requests_sent"]) == (done, len(TEXTS) - done)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_verifier)
+    closing = tokenizer.encode(" so:", add_special_tokens=False)
+    answers = list(read_parts(tmp_path / "responses", schemas.RESPONSES))
+    assert len(answers) == len(TEXTS)
+    for answer in answers:
+        ids = answer["output_token_ids"]
+        assert ids[8 : 8 + len(closing)] == closing or ids[-1] == tokenizer.eos_token_id, ids
+
+
 @pytest.fixture(scope="module")
 def server(tiny_verifier: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
     folder = tmp_path_factory.mktemp("server")
@@ -129,8 +169,10 @@ def server(tiny_verifier: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 def ask(server: LocalServer, folder: Path, verifier: Path, texts: list[str], **generate: Any) -> dict[str, Outcome]:
     params = write_params(folder / "params.yaml", verifier, **generate)
     identity = identify_verifier(params.verifier, params.reasoning)
-    limits = Limits(identity.vocab_size, MAX_MODEL_LEN - 1, params.generate.min_room_tokens, frozenset((2,)))
-    service = Service((params.verifier.model,), params.generate, limits, (), "see the log")
+    limits = Limits(identity.vocab_size, MAX_MODEL_LEN - 1, params.generate.min_room_tokens, frozenset((2,)), True)
+    service = Service(
+        (params.verifier.model,), params.generate, limits, identity.markers, "see the log", "ask for less"
+    )
     outcomes: list[Outcome] = []
 
     async def main() -> None:
@@ -145,7 +187,7 @@ def ask(server: LocalServer, folder: Path, verifier: Path, texts: list[str], **g
 
     run_async(main)
     assert len(outcomes) == len(texts)
-    return {outcome.question.prompt_id: outcome for outcome in outcomes}
+    return {outcome.question.row_id: outcome for outcome in outcomes}
 
 
 def ids(outcomes: dict[str, Outcome]) -> dict[str, list[int]]:
