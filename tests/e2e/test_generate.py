@@ -73,6 +73,11 @@ def lay_out(folder: Path, params: Params, texts: list[str]) -> tuple[list[Row], 
     return rows, [sys.executable, "-m", "stages.generate", *(str(folder / name) for name in names)]
 
 
+def first_place(sought: list[int], ids: list[int]) -> int | None:
+    """Where a row of ids stands first in others."""
+    return next((i for i in range(len(ids)) if ids[i : i + len(sought)] == sought), None)
+
+
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
     return list(psutil.wait_procs(processes, timeout=15)[1])
 
@@ -153,9 +158,8 @@ def test_the_server_is_killed_and_the_next_run_asks_only_for_the_rest(tiny_verif
     closing = tokenizer.encode(" so:", add_special_tokens=False)
     answers = list(read_parts(tmp_path / "responses", schemas.RESPONSES))
     assert len(answers) == len(TEXTS)
-    for answer in answers:
-        ids = answer["output_token_ids"]
-        assert ids[8 : 8 + len(closing)] == closing or ids[-1] == tokenizer.eos_token_id, ids
+    closed = [first_place(closing, answer["output_token_ids"]) for answer in answers]
+    assert set(closed) <= {7, 8, 9}, closed
 
 
 @pytest.fixture(scope="module")
