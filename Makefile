@@ -42,13 +42,13 @@ demo: env
 	eagle3 summary
 
 test: env
-	python -m pytest -n $(TEST_WORKERS) --dist loadfile
+	python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 check: env
 	ruff format --check .
 	ruff check .
 	mypy
-	python -m pytest -n $(TEST_WORKERS) --dist loadfile -m "not slow"
+	python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow"
 
 format: env
 	ruff format .

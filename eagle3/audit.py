@@ -90,7 +90,11 @@ def _audited(row: Row, rebuilder: Rebuilder) -> Row:
         "sample_id": sample_name(row["prompt_id"], row["sample"]),
         "category": row["category"],
         "kind": "not_rebuilt",
+        "place": None,
         "length": len(ids),
+        "rebuilt_length": None,
+        "written": None,
+        "rebuilt": None,
         "has_thinking": bool(thought),
         "naive_identical": naive_identical,
         "naive_thinking_lost": naive_lost,
@@ -102,13 +106,13 @@ def _audited(row: Row, rebuilder: Rebuilder) -> Row:
         return found
     made_prompt, made_output = rebuilt["prompt_token_ids"], rebuilt["output_token_ids"]
     made = np.concatenate([made_prompt, made_output])
-    place = _first_difference(ids, made)
-    if place is None:
-        return found | {"kind": None, "rebuilt_length": len(made)}
-    if _first_difference(prompt, made_prompt) is not None:
-        kind = "prompt"
+    in_prompt, in_output = _first_difference(prompt, made_prompt), _first_difference(output, made_output)
+    if in_prompt is not None:
+        kind, place = "prompt", in_prompt
+    elif in_output is not None:
+        kind, place = _kind(row, output, made_output, thinking, thought, rebuilder), len(prompt) + in_output
     else:
-        kind = _kind(row, output, made_output, thinking, thought, rebuilder)
+        return found | {"kind": None, "rebuilt_length": len(made)}
     span = slice(place, place + SHOWN_TOKENS)
     shown = {"written": _decoded(ids[span], rebuilder), "rebuilt": _decoded(made[span], rebuilder)}
     return found | {"kind": kind, "place": place, "rebuilt_length": len(made), **shown}

@@ -1,20 +1,25 @@
-"""The `eagle3` command: what the pipeline made, in a few lines, and the command that serves it."""
+"""The `eagle3` command: what the pipeline made, whether it is whole, what it takes of the disk, how to serve it."""
 
 import json
 import shlex
 import sys
+import time
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from eagle3.console import guarded
+from eagle3.console import guarded, say
+from eagle3.housekeeping import SHARED, freed, no_stage_running, remove, survey, table
 from eagle3.pager import Color, print_paged, wants_color
 from eagle3.params import Params, load_params
+from eagle3.remote_check import verify_remote
 from eagle3.sample_view import View, Words, matching_samples, one_sample, show_sample
 from eagle3.serving.engine import GIB, runs_on_cpu
 from eagle3.tables import count_parts
+from eagle3.tracked import open_tracked
+from eagle3.verification import Fault, verify_places
 from eagle3.verifier import load_tokenizer, locate_verifier
 
 METRICS = Path("data/metrics")
@@ -29,6 +34,10 @@ app = typer.Typer(
     no_args_is_help=True,
     help="EAGLE-3 draft models trained on what the verifier itself writes. The pipeline itself is run by `dvc repro`.",
 )
+work = typer.Typer(no_args_is_help=True, help="The work store (.work), where long stages keep what is finished.")
+app.add_typer(work, name="work")
+
+OlderThan = Annotated[float, typer.Option(min=0, metavar="DAYS", help="What was written since stays.")]
 
 
 @app.command()
@@ -73,6 +82,93 @@ def inspect(
     samples = iter([one_sample(tokens, row)]) if row is not None else matching_samples(tokens, wanted)
     view = View(Words(load_tokenizer(load_params(params_path).verifier)), wants_color(color), ids, whole)
     print_paged(show_sample(number, total, sample, view) for number, sample in islice(samples, first))
+
+
+@app.command()
+@guarded
+def verify(
+    places: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[PATH]...", help="Everything unless given. With --remote: a remote's name."),
+    ] = None,
+    remote: Annotated[
+        bool, typer.Option("--remote", help="Ask a remote (DVC's default one) for all that dvc.lock records.")
+    ] = False,
+    repair: Annotated[bool, typer.Option("--repair", help="With --remote: upload what it lacks.")] = False,
+) -> None:
+    """Read every file again and compare it with the digests in the indexes, the lineage and dvc.lock; exit 1 if one
+    differs, is missing or foreign. With --remote: are the objects there, and of the right size? Downloads nothing."""
+    if remote:
+        _verify_remote([str(place) for place in places or []], repair)
+        return
+    if repair:
+        raise ValueError(
+            "--repair goes with --remote; what is damaged here, the lines of `eagle3 verify` say how to mend"
+        )
+    began = time.monotonic()
+    found = verify_places(places or [], open_tracked())
+    for sentence in found.skipped:
+        say(f"skipped: {sentence}")
+    seconds = max(time.monotonic() - began, 1e-9)
+    size = found.bytes / 1e9
+    read = f"{found.files:,} files, {size:,.2f} GB in {seconds:.1f} s ({size / seconds:.2f} GB/s)"
+    _conclude(found.faults, f"verify: {read}")
+
+
+def _verify_remote(names: list[str], repair: bool) -> None:
+    if len(names) > 1:
+        raise ValueError(f"one remote at a time: {', '.join(names)}")
+    tracked = open_tracked()
+    if tracked is None:
+        raise ValueError("this folder lies in no DVC repository, so no remote is known")
+    faults: list[Fault] = []
+    told = []
+    for found in verify_remote(tracked, names[0] if names else None, repair):
+        mended = f", {found.uploaded:,} uploaded" if repair else ""
+        told.append(f"remote {found.remote}: {found.objects:,} objects{mended}")
+        faults += found.faults
+    _conclude(faults, "; ".join(told))
+
+
+def _conclude(faults: list[Fault], summary: str) -> None:
+    for fault in faults:
+        typer.echo(str(fault))
+    typer.echo(f"{summary}; {f'{len(faults):,} faults' if faults else 'all whole'}")
+    if faults:
+        raise typer.Exit(1)
+
+
+@work.command()
+@guarded
+def du(older_than: OlderThan = 7, params_path: ParamsPath = Path("params.yaml")) -> None:
+    """Show what the work store holds, what of it `eagle3 work gc` would remove, and why the rest stays."""
+    typer.echo("\n".join(table(survey(load_params(params_path), older_than))))
+
+
+@work.command()
+@guarded
+def gc(
+    older_than: OlderThan = 7,
+    dry_run: Annotated[bool, typer.Option("--dry-run/--yes", help="Only say what would go, or remove it.")] = True,
+    params_path: ParamsPath = Path("params.yaml"),
+) -> None:
+    """Remove what nothing needs any more from the work store: shards that neither data/hidden_states nor data/tokens
+    ask for, and training runs but the newest and unfinished ones."""
+    params = load_params(params_path)
+    with no_stage_running():
+        entries = survey(params, older_than)
+        going = [entry for entry in entries if entry.kept is None]
+        for entry in going:
+            typer.echo(f"{entry.unit.stage} {entry.unit.kind} {entry.unit.name}: {entry.freed:,} bytes")
+        if not dry_run:
+            remove(going)
+    shared = sum(entry.sizes.shared for entry in entries if entry.kept == SHARED)
+    done = "would be freed; --yes removes them" if dry_run else "freed"
+    typer.echo(f"{len(going):,} unused, {freed(entries):,} bytes {done}")
+    if shared:
+        typer.echo(
+            f"{shared:,} more are not needed, but DVC's cache or an out has the same files: `dvc gc` comes first"
+        )
 
 
 def folder_and_row(folder: str | None, row: str | None) -> tuple[Path, str | None]:

@@ -306,24 +306,33 @@ def _stop_token_ids(folder: Path, config: Any, tokenizer: Any) -> tuple[int, ...
     return tuple(sorted(found))
 
 
-def _bundled(name: str) -> Path:
-    """The bundled GGUF model as a Hugging Face directory in bfloat16, converted once under the work root."""
+def bundled_folder(name: str) -> Path:
+    """Where the bundled model is kept under the work root, there or not: one folder for each edition of it."""
     if name not in BUNDLED:
         raise ValueError(f"verifier.model: {name} is not bundled; there is {', '.join(BUNDLED)}")
-    template = None if BUNDLED[name] is None else (TEMPLATES / str(BUNDLED[name])).read_text()
     try:
-        source = Path(str(distribution(GGUF_PACKAGE).locate_file(GGUF_FILE)))
+        edition = version(GGUF_PACKAGE)
     except PackageNotFoundError:
         raise ValueError(f"verifier.model {name} needs the package {GGUF_PACKAGE}; `make env` installs it") from None
-    root = work_root() / "verifiers"
-    root.mkdir(parents=True, exist_ok=True)
-    edition = version(GGUF_PACKAGE) + (f"-{digest(template)[:8]}" if template else "")
-    target = root / f"{name.removeprefix('bundled:')}-{edition}"
-    with (root / "lock").open("w") as lock:
+    template = _bundled_template(name)
+    edition += f"-{digest(template)[:8]}" if template else ""
+    return work_root() / "verifiers" / f"{name.removeprefix('bundled:')}-{edition}"
+
+
+def _bundled_template(name: str) -> str | None:
+    return None if BUNDLED[name] is None else (TEMPLATES / str(BUNDLED[name])).read_text()
+
+
+def _bundled(name: str) -> Path:
+    """The bundled GGUF model as a Hugging Face directory in bfloat16, converted once under the work root."""
+    target = bundled_folder(name)
+    source = Path(str(distribution(GGUF_PACKAGE).locate_file(GGUF_FILE)))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with (target.parent / "lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
             say(f"converting {name} to a Hugging Face directory, once (about 20 s)")
-            _convert_gguf(source, target, template)
+            _convert_gguf(source, target, _bundled_template(name))
     return target
 
 

@@ -6,6 +6,8 @@ import pytest
 from hypothesis import settings
 
 import tests.pinning  # noqa: F401 - before anything that imports torch
+from tests.tiny_kimi import build_tiny_kimi
+from tests.tiny_reasoner import trained_reasoner
 from tests.tiny_verifiers import build_tiny_verifier
 
 settings.register_profile("shared-machine", deadline=None)
@@ -16,6 +18,30 @@ settings.load_profile("shared-machine")
 def tiny_verifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of a tiny random Llama verifier with tokenizer and chat template (float32, 512 positions)."""
     return build_tiny_verifier(tmp_path_factory.mktemp("verifier") / "tiny-llama")
+
+
+@pytest.fixture(scope="session")
+def tiny_reasoner(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of a trained reasoner whose think markers are single tokens; the first use trains it, for a minute."""
+    return trained_reasoner(pytestconfig, tmp_path_factory.mktemp("verifier") / "reasoner", single_markers=True)
+
+
+@pytest.fixture(scope="session")
+def tiny_reasoner_split(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with think markers of three ordinary tokens each."""
+    return trained_reasoner(pytestconfig, tmp_path_factory.mktemp("verifier") / "reasoner", single_markers=False)
+
+
+@pytest.fixture(scope="session")
+def tiny_kimi(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of a tiny verifier with Kimi-K2.5's vocabulary and ids: its prompt opens the thinking."""
+    return build_tiny_kimi(tmp_path_factory.mktemp("verifier") / "kimi", "k2.5")
+
+
+@pytest.fixture(scope="session")
+def tiny_kimi_thinking(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same in the style of Kimi-K2-Thinking: the model opens the thinking itself."""
+    return build_tiny_kimi(tmp_path_factory.mktemp("verifier") / "kimi", "k2-thinking")
 
 
 @pytest.fixture(autouse=True)

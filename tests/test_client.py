@@ -21,6 +21,7 @@ from eagle3 import schemas
 from eagle3.console import Interrupted
 from eagle3.digests import derived_seed, digest
 from eagle3.params import GenerateParams, load_params
+from eagle3.prompts import write_splits
 from eagle3.reasoning import Marker, Markers
 from eagle3.serving import client as client_module
 from eagle3.serving.answers import Answer, Limits, Question, Refusal, sampling_fields
@@ -38,7 +39,7 @@ from tests.faulty_server import (
     prompt_ids,
     told,
 )
-from tests.stage_runs import Stage
+from tests.stage_runs import Stage, prompt_row
 
 ROOT = Path(__file__).parent.parent
 PARAMS = load_params(ROOT / "params.yaml").generate.model_copy(
@@ -714,3 +715,118 @@ def test_g07_g16_counts_by_finish_reason_and_rejected_rows(tmp_path: Path) -> No
     assert [row["row"] for row in rejected] == [digest("x" * 600)]
     assert all(json.loads(row["sampling"])["max_tokens"] == 6 for row in rows)
     assert {row["engine"] for row in rows} == {"vllm 9.9.9"}
+
+
+# -- servers that tell no ids
+
+
+def no_prompt_ids(body: dict[str, Any]) -> None:
+    body["prompt_token_ids"] = None
+
+
+def without(*names: str) -> Callable[[dict[str, Any]], None]:
+    """Ids away, and these fields of the message empty."""
+
+    def change(body: dict[str, Any]) -> None:
+        body["prompt_token_ids"] = body["choices"][0]["token_ids"] = None
+        body["choices"][0]["message"].update(dict.fromkeys(names, ""))
+
+    return change
+
+
+def uncounted(body: dict[str, Any]) -> None:
+    without()(body)
+    body["usage"]["completion_tokens"] = None
+
+
+def test_answers_without_ids_are_taken_where_none_are_required() -> None:
+    changes = {
+        "ids": None,
+        "none": without(),
+        "reasoning only": lambda body: (without("content")(body), body["choices"][0]["message"].update(reasoning="r")),
+        "empty": without("content", "reasoning"),
+        "half": no_prompt_ids,
+        "uncounted": uncounted,
+        "wrong": shorter,
+    }
+
+    def plan(text: str, _attempt: int) -> Fault:
+        change = changes[text]
+        return Fault() if change is None else Fault(change=lambda body: change(body) and None)
+
+    with FaultyServer(plan) as server:
+        outcomes = ask([server.url], list(changes), require_ids=False)
+    assert good(outcomes["ids"])
+    for text in ("none", "reasoning only"):
+        answer = outcomes[text].result
+        assert isinstance(answer, Answer)
+        assert (answer.prompt_token_ids, answer.output_token_ids) == (None, None)
+        ids = prompt_ids(outcomes[text].question.messages)
+        assert (answer.prompt_tokens, answer.length) == (len(ids), len(ids) + answer.completion_tokens)
+    assert refusal(outcomes["empty"]) == "empty answer"
+    assert refusal(outcomes["half"]) == "ids missing"
+    assert refusal(outcomes["uncounted"]) == "malformed response"
+    assert refusal(outcomes["wrong"]) == "ids disagree with usage"
+
+
+def test_a_run_over_a_server_without_ids_stores_usage_and_text_and_is_no_answer_for_a_run_that_needs_ids(
+    tmp_path: Path,
+) -> None:
+    texts = [f"question {i}" for i in range(20)] + ["x" * 480]
+    with FaultyServer(with_ids=False) as server:
+        stage = Stage(tmp_path, server.url, texts, require_ids=False)
+        stage.run()
+        rows = {row["messages"][0]["content"]: row for row in stage.rows()}
+        assert len(rows) == 21
+        for text, row in rows.items():
+            assert (row["prompt_token_ids"], row["output_token_ids"], row["content"]) == (None, None, "text")
+            ids = prompt_ids([{"role": "user", "content": text}])
+            assert row["prompt_tokens"] == len(ids)
+            assert row["prompt_tokens"] + row["completion_tokens"] <= 511
+        assert stage.metrics()["completion_tokens"] == sum(row["completion_tokens"] for row in rows.values())
+        asked = server.asked.total()
+        stage.run()
+        assert server.asked.total() == asked
+    with FaultyServer() as server:
+        stage = Stage(tmp_path, server.url, texts, require_ids=True)
+        stage.run()
+        assert all(row["output_token_ids"] for row in stage.rows())
+
+
+# -- the dataset's own answers
+
+
+def test_reference_answers_need_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eagle3.serving.generation.LocalServer", None)
+    texts = [f"question {i}" for i in range(20)]
+    stage = Stage(tmp_path, "http://127.0.0.1:9/v1", texts, responses="reference", max_failed_share=0.1)
+    prompts = [prompt_row(i, text) | {"reference": None if i == 3 else f"answer {i}"} for i, text in enumerate(texts)]
+    write_splits(tmp_path / "prompts", prompts)
+    stage.run()
+    rows, metrics = stage.rows(), stage.metrics()
+    assert [row["prompt_id"] for row in rows] == [
+        name for name in stage.expected_order() if name != digest("question 3")
+    ]
+    assert {row["messages"][0]["content"]: row["content"] for row in rows} == {
+        f"question {i}": f"answer {i}" for i in range(20) if i != 3
+    }
+    assert metrics["rows_rejected"] == {"no reference answer": 1}
+    assert metrics["references"] == 19
+    for row in rows:
+        absent = (
+            "prompt_token_ids",
+            "output_token_ids",
+            "prompt_tokens",
+            "completion_tokens",
+            "reasoning",
+            "stop_reason",
+        )
+        assert [row[name] for name in absent] == [None] * 6
+        assert (row["finish_reason"], row["sampling"], row["engine"]) == ("stop", "{}", "reference")
+    assert not (tmp_path / "work" / "generate").exists()
+
+
+def test_too_few_reference_answers_fail_the_stage(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, "http://127.0.0.1:9/v1", ["one", "two"], responses="reference")
+    with pytest.raises(ValueError, match="2 no reference answer"):
+        stage.run()

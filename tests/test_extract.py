@@ -212,8 +212,31 @@ def test_whatever_decides_the_values_is_part_of_the_key(run: Run, rows: list[Row
     assert len(run.requests()) == 10
 
 
+def human_row(choice: random.Random) -> Row:
+    """A sample that the fake verifier would not have written."""
+    ids = [choice.randrange(VOCABULARY) for _ in range(choice.randrange(30, 120))]
+    return token_row(ids, 10, greedy=False, rebuilt=True)
+
+
+def test_text_of_people_is_recorded_and_judged_by_the_engines_own_choices(run: Run) -> None:
+    choice = random.Random(2)
+    rows = [human_row(choice) for _ in range(30)]
+    metrics = run.extract(rows)
+    assert (metrics["rows_out"], metrics["head_agreement"], metrics["head_agreement_rows"]) == (30, 1, 30 * 8)
+    with pytest.raises(ValueError, match="verifier's head gives"):
+        run.extract([human_row(choice) for _ in range(30)], shift_from=0)
+    mixed = [make_row(choice) if number % 2 else human_row(choice) for number in range(30)]
+    assert run.extract(mixed)["head_agreement"] == 1
+
+
+def test_an_engine_that_tells_no_choices_is_noticed(run: Run) -> None:
+    choice = random.Random(2)
+    with pytest.raises(ValueError, match="did not tell its own choices"):
+        run.extract([human_row(choice) for _ in range(30)], no_choices=True)
+
+
 @pytest.mark.parametrize("kept", [0.0, 0.6])
-def test_a_truncated_shard_is_redone(run: Run, rows: list[Row], kept: float) -> None:
+def test_s02_a_truncated_shard_is_redone(run: Run, rows: list[Row], kept: float) -> None:
     run.extract(rows)
     victim = next(iter(run.work.glob("*.safetensors")))
     data = victim.read_bytes()
@@ -241,7 +264,7 @@ def test_a_shard_with_changed_bytes_or_no_facts_is_redone(run: Run, rows: list[R
     assert one.read_bytes() != bytes(data)
 
 
-def test_strays_are_removed(run: Run, rows: list[Row]) -> None:
+def test_s02_strays_are_removed(run: Run, rows: list[Row]) -> None:
     run.work.mkdir(parents=True)
     (run.work / "abc.partial").write_bytes(b"half")
     run.extract(rows)
@@ -349,7 +372,7 @@ def test_a_full_disk_inside_the_engine(run: Run, rows: list[Row]) -> None:
         run.extract(rows, raise_after=10)
 
 
-def test_a_full_disk_before_a_shard_is_begun(run: Run, rows: list[Row], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s01_a_full_disk_before_a_shard_is_begun(run: Run, rows: list[Row], monkeypatch: pytest.MonkeyPatch) -> None:
     def reserve(descriptor: int, start: int, size: int) -> None:
         if len(list(run.work.glob("*.partial"))) == 3:
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -362,7 +385,9 @@ def test_a_full_disk_before_a_shard_is_begun(run: Run, rows: list[Row], monkeypa
     monkeypatch.undo()
 
 
-def test_bytes_are_counted_before_the_engine_starts(run: Run, rows: list[Row], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s01_bytes_are_counted_before_the_engine_starts(
+    run: Run, rows: list[Row], monkeypatch: pytest.MonkeyPatch
+) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0, 0, 1000))
     with pytest.raises(ValueError, match=r"need 4,\d\d\d,\d\d\d bytes, 1,000 are free\. Free some room"):
@@ -406,3 +431,21 @@ def test_killed_midway_and_run_again(run: Run, rows: list[Row]) -> None:
     assert metrics["shards_reused"] == len(kept)
     recorded = [row for row in run.index() if row["shard"] not in kept]
     assert len(run.requests()) == len(recorded)
+
+
+def test_s06_the_out_is_few_large_files_published_at_the_end_where_links_are_impossible(
+    run: Run, rows: list[Row], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_links(source: Path, target: Path) -> None:
+        assert not run.out.exists()  # nothing is seen of it before it is whole
+        raise OSError(errno.EXDEV, f"{source} and {target} are on two filesystems")
+
+    monkeypatch.setattr(os, "link", no_links)
+    metrics = run.extract(rows)
+    names = {row["shard"] for row in run.index()}
+    assert {path.name for path in run.out.iterdir()} == names | {"index.parquet", "rejected.parquet"}
+    assert len(names) == metrics["shards"] < len(rows)
+    for name in names:
+        assert (run.out / name).read_bytes() == (run.work / name).read_bytes()
+        assert not (run.out / name).samefile(run.work / name)
+    assert metrics["tokens_per_second"] > 0

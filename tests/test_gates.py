@@ -5,7 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from eagle3.gates import HEAD_ROWS, ROWS_PER_SAMPLE, Agreement, Problem, check_shard, head_agreement, row_faults
+from eagle3.gates import (
+    HEAD_ROWS,
+    ROWS_PER_SAMPLE,
+    Agreement,
+    Problem,
+    check_shard,
+    head_agreement,
+    judged_rows,
+    row_faults,
+)
 from eagle3.hidden_states import require_agreement
 from eagle3.params import ExtractParams
 from eagle3.shards import Sample, Shard, open_shard, write_shard
@@ -160,6 +169,91 @@ def test_sampled_tokens_are_judged_by_rank(head: HeadWeights) -> None:
     for sample, _ in sampled:
         sample.last_hidden_states.copy_(sample.last_hidden_states.roll(1, 0))
     assert sum(head_agreement(sampled, head), Agreement()).share < 0.9
+
+
+# -- text that the verifier did not write
+
+
+def foreign_sample(seed: int) -> Sample:
+    """Random states and random ids: the head explains none of them."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(VOCABULARY, (LENGTH,), generator=generator, dtype=torch.int32)
+    states = [torch.randn(LENGTH, layers * HIDDEN, generator=generator) for layers in (len(LAYER_IDS), 1)]
+    return Sample(ids, torch.arange(LENGTH) >= PROMPT, *states)
+
+
+@pytest.fixture
+def foreign(head: HeadWeights) -> tuple[list[Sample], dict[int, list[int]]]:
+    """Samples, and what the engine that recorded them says it would have chosen."""
+    samples = [foreign_sample(seed) for seed in range(SAMPLES)]
+    chosen = [head.logits(s.last_hidden_states[judged_rows(s.loss_mask)]).argmax(1).tolist() for s in samples]
+    return samples, dict(enumerate(chosen))
+
+
+def judge(
+    folder: Path, samples: list[Sample], choices: dict[int, list[int]], head: HeadWeights
+) -> tuple[dict[int, Problem], Agreement]:
+    shard = shard_of(folder, samples)
+    return check_shard(shard, [False] * len(samples), choices, LAYER_IDS, head, SAMPLES)
+
+
+def test_human_text_passes_by_the_engines_own_choices(
+    tmp_path: Path, foreign: tuple[list[Sample], dict[int, list[int]]], head: HeadWeights
+) -> None:
+    samples, choices = foreign
+    problems, agreement = judge(tmp_path, samples, choices, head)
+    assert (problems, agreement.share, agreement.rows) == ({}, 1, SAMPLES * ROWS_PER_SAMPLE)
+    as_if_written = judge(tmp_path, samples, {}, head)[1]
+    assert as_if_written.share < 0.6  # judged by the text, right states would fail
+
+
+def test_human_text_that_was_not_judged_says_nothing(
+    tmp_path: Path, foreign: tuple[list[Sample], dict[int, list[int]]], head: HeadWeights
+) -> None:
+    samples, choices = foreign
+    told = {position: tokens if position % 2 else [] for position, tokens in choices.items()}
+    problems, agreement = judge(tmp_path, samples, told, head)
+    assert (problems, agreement.rows) == ({}, SAMPLES // 2 * ROWS_PER_SAMPLE)
+
+
+def test_both_kinds_in_one_shard(
+    tmp_path: Path, samples: list[Sample], foreign: tuple[list[Sample], dict[int, list[int]]], head: HeadWeights
+) -> None:
+    others, choices = foreign
+    told = {SAMPLES + position: tokens for position, tokens in choices.items()}
+    shard = shard_of(tmp_path, [*samples, *others])
+    problems, agreement = check_shard(shard, [True] * 2 * SAMPLES, told, LAYER_IDS, head, SAMPLES)
+    assert (problems, agreement.share, agreement.rows) == ({}, 1, 2 * SAMPLES * ROWS_PER_SAMPLE)
+
+
+@pytest.mark.parametrize("fault", ["shifted", "shifted back", "another layer", "after the norm", "no norm", "swapped"])
+def test_faults_under_human_text_are_caught(
+    tmp_path: Path, foreign: tuple[list[Sample], dict[int, list[int]]], head: HeadWeights, fault: str
+) -> None:
+    samples, choices = foreign
+    used = head
+    for sample in samples:
+        states = sample.last_hidden_states
+        match fault:
+            case "shifted":
+                states.copy_(states.roll(1, 0))
+            case "shifted back":
+                states.copy_(states.roll(-1, 0))
+            case "another layer":
+                states.copy_(sample.aux_hidden_states[:, -HIDDEN:])
+            case "after the norm":
+                states.copy_(states * states.square().mean(-1, keepdim=True).rsqrt() * head.norm)
+    if fault == "no norm":
+        used = HeadWeights(head.embed_tokens, torch.ones(HIDDEN), head.lm_head, head.rms_norm_eps)
+    if fault == "swapped":
+        kept = samples[3].last_hidden_states.clone()
+        samples[3].last_hidden_states.copy_(samples[8].last_hidden_states)
+        samples[8].last_hidden_states.copy_(kept)
+    problems, agreement = judge(tmp_path, samples, choices, used)
+    with pytest.raises(ValueError, match="the verifier's head gives"):
+        require_agreement("k", problems, agreement, extract_params(0.95))
+    if fault == "swapped":
+        assert set(problems) == {3, 8}
 
 
 def test_few_generated_tokens_do_not_condemn_a_sample(tmp_path: Path, samples: list[Sample], head: HeadWeights) -> None:

@@ -138,6 +138,8 @@ def test_imports_point_one_way(path: str) -> None:
         assert not any(name.startswith("eagle3.serving") for name in names)
     if path.startswith("eagle3/serving/"):
         assert not any(name.startswith("eagle3.draft") for name in names)
+    if path != "eagle3/tracked.py":
+        assert not any(name.split(".")[0] in {"dvc", "dvc_data", "dvc_objects"} for name in names)
     if path in {"eagle3/params.py", "eagle3/schemas.py", "eagle3/digests.py"}:
         assert not any(name.startswith("eagle3") for name in names)
 

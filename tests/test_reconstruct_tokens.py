@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from eagle3.params import load_params
-from eagle3.schemas import REJECTED, RESPONSES, TOKENS
+from eagle3.responses import read_responses
+from eagle3.schemas import AUDIT, REJECTED, RESPONSES, TOKENS
 from eagle3.tables import Account, read_parts, read_table, write_parts
 from eagle3.tokens import Unusable
-from eagle3.verifier import write_identity
-from stages.check import check, check_commit
+from eagle3.verifier import prompt_ids, write_identity
+from stages.check import check, check_commit, check_together
 from stages.reconstruct_tokens import check_use, reconstruct_tokens
 from tests.test_tokens import IDENTITY, STOP, response
 from tests.tiny_verifiers import build_tokenizer
@@ -129,6 +131,69 @@ def test_m09_what_is_learnt_is_the_answer_and_the_preview_shows_it(tmp_path: Pat
     assert preview.count(f"[prompt, masked] {asked} ") == preview.count(f"[answer, learnt] {answered} ") == 20
 
 
+def test_rows_without_ids_are_rebuilt_and_the_others_audited(tmp_path: Path, tiny_verifier: Path) -> None:
+    words = AutoTokenizer.from_pretrained(tiny_verifier)
+    messages = [{"role": "user", "content": "How many apples?"}]
+    prompt = prompt_ids(words, messages, {})
+    texts = [f"You have {i} apples" for i in range(30)]
+    rows = []
+    for i, text in enumerate(texts):
+        output = words.encode(text + "<|im_end|>")
+        known = response(prompt, output, prompt_id=f"p{i:02}", messages=messages, content=text)
+        unknown = known | {"prompt_token_ids": None, "output_token_ids": None}
+        human = unknown | {"prompt_tokens": None, "completion_tokens": None, "sampling": "{}", "engine": "reference"}
+        rows.append([known, unknown, human][i % 3])
+    rows[4] |= {"completion_tokens": rows[4]["completion_tokens"] + 1}
+    rows[0] |= {"content": "something else"}
+    write_responses(tmp_path, rows)
+    metrics = run(tmp_path, settings(tmp_path, tiny_verifier))
+    assert metrics["rows_rejected"] == {"rebuilt ids disagree with usage": 1}
+    assert metrics["rebuilt"] == 19
+    samples = {sample["sample_id"]: sample for sample in read_parts(tmp_path / "tokens", TOKENS)}
+    for i, text in enumerate(texts):
+        if i != 4:
+            sample = samples[f"p{i:02}"]
+            assert sample["input_ids"] == prompt + words.encode(text + "<|im_end|>")
+            assert (sample["rebuilt"], sample["greedy"]) == (i % 3 > 0, i % 3 == 0)
+    audit = metrics["audit"]
+    assert (audit["rows"], audit["identical"], audit["kinds"]["other"]) == (10, 9, 1)
+    audited = list(read_table(tmp_path / "tokens" / "audit.parquet", AUDIT))
+    assert {row["sample_id"]: row["kind"] for row in audited} == {
+        f"p{i:02}": "other" if i == 0 else None for i in range(0, 30, 3)
+    }
+    assert "identical: 9 (90.0%)" in (tmp_path / "tokens" / "audit.txt").read_text()
+
+
+@pytest.mark.parametrize("wanted", [0, 5, 100])
+def test_so_many_rows_are_audited_and_the_same_ones_whatever_the_order(
+    tmp_path: Path, tiny_verifier: Path, wanted: int
+) -> None:
+    messages = [{"role": "user", "content": "How many?"}]
+    rows = [
+        response([5, 6], [7, 8, STOP], prompt_id=f"p{i}", sample=s, messages=messages)
+        for i in range(20)
+        for s in (0, 1)
+    ]
+    found = []
+    for order in (rows, rows[::-1]):
+        write_responses(tmp_path, order)
+        metrics = run(tmp_path, settings(tmp_path, tiny_verifier, audit_rows=str(wanted)))
+        found.append({row["sample_id"] for row in read_table(tmp_path / "tokens" / "audit.parquet", AUDIT)})
+        assert metrics["audit"]["rows"] == len(found[-1]) == min(wanted, 40)
+        assert metrics["audit"]["kinds"]["prompt"] == min(wanted, 40)
+    assert found[0] == found[1]
+
+
+def test_text_is_read_only_in_parts_that_have_a_row_without_ids(tmp_path: Path) -> None:
+    rows = [response([5], [7, STOP], prompt_id=f"p{i}", content="text") for i in range(3)]
+    write_responses(tmp_path, rows)
+    assert not any("content" in row for row in read_responses(tmp_path / "responses"))
+    write_responses(tmp_path, [*rows, rows[0] | {"prompt_token_ids": None, "output_token_ids": None}])
+    found = list(read_responses(tmp_path / "responses"))
+    assert [row["content"] for row in found] == ["text"] * 4
+    assert [row["output_token_ids"] is None for row in found] == [False, False, False, True]
+
+
 def test_too_many_bad_rows_fail(tmp_path: Path, tiny_verifier: Path) -> None:
     write_responses(tmp_path, [response([5], [7, 8], prompt_id=f"p{i}", completion_tokens=3) for i in range(9)])
     with pytest.raises(ValueError, match="ids disagree with usage"):
@@ -183,6 +248,15 @@ def test_the_check_refuses_what_cannot_work(
     with pytest.raises(ValueError, match=told):
         checked(tmp_path, old, new)
     assert not (tmp_path / "passed.txt").exists()
+
+
+def test_a_prompt_has_one_reference_answer(tmp_path: Path) -> None:
+    (tmp_path / "params.yaml").write_text(DEFAULT.replace("responses: verifier", "responses: reference"))
+    check_together(load_params(tmp_path / "params.yaml"))
+    text = (tmp_path / "params.yaml").read_text().replace("samples_per_prompt: 1", "samples_per_prompt: 2")
+    (tmp_path / "params.yaml").write_text(text)
+    with pytest.raises(ValueError, match="samples_per_prompt must be 1"):
+        check_together(load_params(tmp_path / "params.yaml"))
 
 
 def test_a_repository_without_a_commit_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

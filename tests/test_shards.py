@@ -103,7 +103,7 @@ def test_layout_says_where_everything_goes(tmp_path: Path) -> None:
     assert shard.sample(0).last_hidden_states.eq(0).all()
 
 
-def test_stored_bytes_are_those_of_the_dtype() -> None:
+def test_s05_stored_bytes_are_those_of_the_dtype() -> None:
     assert sample_bytes(100, 3, 576, torch.bfloat16) == 100 * 4 * 576 * 2
     assert sample_bytes(100, 3, 576, torch.float32) == 100 * 4 * 576 * 4
 

@@ -156,6 +156,7 @@ def test_the_length_limit_is_exact(length: int, fits: bool) -> None:
 
 def test_penalties_and_temperature_make_a_row_not_greedy() -> None:
     assert is_greedy(GREEDY)
+    assert not is_greedy({})  # a human answer
     for name, value in {"temperature": 0.6, "repetition_penalty": 1.1, "presence_penalty": 0.1}.items():
         assert not is_greedy(GREEDY | {name: value})
 

@@ -54,7 +54,9 @@ def test_the_digest_does_not_depend_on_the_place(folder: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     "what", ["template", "tokenizer", "weights", "config", "generation", "dtype", "length", "own template"]
 )
-def test_the_digest_changes_with_everything_that_decides_the_output(folder: Path, tmp_path: Path, what: str) -> None:
+def test_s04_the_digest_changes_with_everything_that_decides_the_output(
+    folder: Path, tmp_path: Path, what: str
+) -> None:
     before = identify_verifier(params(folder), REASONING).digest
     changes: dict[str, object] = {}
     if what == "template":

@@ -40,7 +40,9 @@ def greedy_samples(
     return samples
 
 
-def token_row(input_ids: list[int], prompt_length: int, *, split: str = "train", greedy: bool = True) -> Row:
+def token_row(
+    input_ids: list[int], prompt_length: int, *, split: str = "train", greedy: bool = True, rebuilt: bool = False
+) -> Row:
     """A row of schemas.TOKENS."""
     mask = [position >= prompt_length for position in range(len(input_ids))]
     return {
@@ -61,7 +63,7 @@ def token_row(input_ids: list[int], prompt_length: int, *, split: str = "train",
         "length": len(input_ids),
         "truncated_in": None,
         "greedy": greedy,
-        "rebuilt": False,
+        "rebuilt": rebuilt,
     }
 
 

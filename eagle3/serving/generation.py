@@ -17,7 +17,7 @@ from typing import Any
 from eagle3 import schemas
 from eagle3.console import Progress, say, visible
 from eagle3.params import EngineParams, GenerateParams, ReasoningParams, VerifierParams
-from eagle3.reasoning import Pieces, ThinkingFinder
+from eagle3.reasoning import Pieces, ThinkingFinder, parser_name
 from eagle3.serving.answers import (
     Answer,
     Limits,
@@ -136,13 +136,16 @@ class Generation:
             )
 
     def _parser_check(self) -> ParserCheck | None:
-        """What compares the server's parser with the ids; None where the markers' tokens cannot be read."""
+        """What compares the server's parser with the ids; None where there is none, or markers that cannot be read."""
+        local, own = not self.params.endpoints, self.engine_params.extra_args
+        if local and parser_name(self.reasoning) is None and "reasoning_parser" not in own:
+            return None  # our own server has no parser: the thinking stands inside the content
         tokenizer, markers = self._tokenizer(), self.identity.markers
         whole = all(len(marker.ids) == 1 for marker in (markers.start, markers.end) if marker is not None)
         if tokenizer is None and not whole:
             return None
         pieces: Mapping[int, bytes] = Pieces(tokenizer) if tokenizer is not None else defaultdict(bytes)
-        return ParserCheck(ThinkingFinder(markers, pieces), parser_remedy(self.reasoning, not self.params.endpoints))
+        return ParserCheck(ThinkingFinder(markers, pieces), parser_remedy(self.reasoning, local))
 
     def key(self, question: Question) -> str:
         """Key of a question's answer in the store."""

@@ -203,6 +203,24 @@ def _with_states(sample: Sample, other: Sample) -> Sample:
     )
 
 
+def test_text_that_the_verifier_did_not_write_is_judged_by_the_engines_own_choices(
+    recording: Recording, tmp_path: Path
+) -> None:
+    """Random ids: the head explains none of them, and gives what the engine chose, in chunks of 48 tokens too."""
+    choice = random.Random(5)
+    lengths = [(choice.randrange(5, 60), choice.randrange(4, 90)) for _ in range(20)]
+    texts = [([choice.randrange(3, 600) for _ in range(prompt + answer)], prompt) for prompt, answer in lengths]
+    write_tokens(tmp_path / "tokens", [token_row(ids, n, greedy=False, rebuilt=True) for ids, n in texts])
+    names = ("verifier.json", "hidden_states", "metrics.json", "params.yaml")
+    for name in ("verifier.json", "params.yaml"):
+        (tmp_path / name).write_bytes((recording.folder / name).read_bytes())
+    extract(tmp_path / "tokens", *(tmp_path / name for name in names))
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert metrics["head_agreement"] >= 0.97
+    assert metrics["head_agreement_rows"] == sum(min(answer, 8) for _, answer in lengths)
+    assert metrics["rows_out"] == 20
+
+
 def test_a_cache_too_small_for_one_sample_is_refused_at_the_start(recording: Recording, tmp_path: Path) -> None:
     write_params(tmp_path / "params.yaml", recording.verifier, engine__cpu_kv_cache_gib=0.002)
     outs = [tmp_path / "hidden_states", tmp_path / "metrics.json", tmp_path / "params.yaml"]
