@@ -2,12 +2,13 @@
 
 from pathlib import Path
 
+from eagle3.console import say
 from eagle3.params import load_params
-from eagle3.schemas import RESPONSES
+from eagle3.schemas import REJECTED, RESPONSES
 from eagle3.serving.generation import Generation
 from eagle3.serving.references import References
 from eagle3.stage import run_stage
-from eagle3.tables import Account, write_metrics, write_parts
+from eagle3.tables import Account, write_metrics, write_parts, write_table
 from eagle3.verifier import read_identity
 from eagle3.workstore import RowStore, work_folder
 
@@ -32,7 +33,12 @@ def generate(prompts: Path, verifier: Path, responses: Path, metrics: Path, para
         run = Generation(prompts, params.verifier, params.engine, params.reasoning, own, identity, store)
         run.find_engine()
         run.ask_missing()
-        write_parts(responses, run.rows(account), RESPONSES, "prompt_id", account)
+        try:
+            write_parts(responses, run.rows(account), RESPONSES, "prompt_id", account)
+        except ValueError:  # too many failed: there will be no out, but a list of them
+            write_table(folder / "rejected.parquet", account.rejected, REJECTED)
+            say(f"generate: rows without an answer are listed in {folder / 'rejected.parquet'}")
+            raise
     write_metrics(metrics, account.settle() | run.metrics())
 
 

@@ -690,6 +690,8 @@ def test_g10_failed_rows_fail_the_stage_by_name_and_a_rerun_fills_only_the_gaps(
         with pytest.raises(ValueError, match=r"2 of 30 rows rejected \(2 HTTP 500\)") as error:
             stage.run()
         assert digest("question 3") in str(error.value)
+        listed = read_table(tmp_path / "work/generate/rejected.parquet", schemas.REJECTED)
+        assert {row["row"]: row["reason"] for row in listed} == dict.fromkeys(map(digest, broken), "HTTP 500")
         assert not (tmp_path / "responses").exists()
         server.asked.clear()
         broken.clear()
