@@ -110,8 +110,8 @@ def digest_files(wanted: Sequence[tuple[Path, str]], label: str) -> Generator[tu
     workers = max(1, len(os.sched_getaffinity(0)))
     with Progress(label, -(-total // MEGABYTE), "MB") as progress, ThreadPoolExecutor(workers) as pool:
         meter = _Meter(progress)
-        futures = {pool.submit(_digest, path, kind, meter): place for place, (path, kind) in enumerate(wanted)}
         try:
+            futures = {pool.submit(_digest, path, kind, meter): place for place, (path, kind) in enumerate(wanted)}
             for future in as_completed(futures):
                 yield futures[future], future.result()
         finally:  # Ctrl-C too

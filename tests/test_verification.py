@@ -312,19 +312,22 @@ def test_ctrl_c_ends_it_quietly(project: Path) -> None:
     big = Path("big")
     big.mkdir()
     with (big / "part-1.parquet").open("wb") as file:
-        file.truncate(40 << 30)
-    row = {"file": "part-1.parquet", "rows": 1, "bytes": 40 << 30, "sha256": "0"}
+        file.truncate(400 << 30)
+    row = {"file": "part-1.parquet", "rows": 1, "bytes": 400 << 30, "sha256": "0"}
     write_table(big / INDEX, [row], PARTS)
-    running = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-m", "eagle3.cli", "verify", "big"],
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"PYTHONPATH": str(PROJECT)},
-    )
-    descriptors = Path(f"/proc/{running.pid}/fd")
-    while not any(os.path.realpath(fd).endswith("part-1.parquet") for fd in descriptors.iterdir()):
-        time.sleep(0.2)
-    running.send_signal(signal.SIGINT)
-    _, told = running.communicate(timeout=20)
+    ) as running:
+        descriptors = Path(f"/proc/{running.pid}/fd")
+        while not any(os.path.realpath(fd).endswith("part-1.parquet") for fd in descriptors.iterdir()):
+            time.sleep(0.2)
+        running.send_signal(signal.SIGINT)
+        try:
+            _, told = running.communicate(timeout=120)
+        finally:
+            running.kill()
     assert running.returncode == 130
     assert "Traceback" not in told
