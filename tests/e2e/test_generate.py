@@ -122,9 +122,10 @@ def test_killed_midway_and_resumed_with_ids_as_the_template_says(tiny_verifier: 
 
 
 def test_the_server_is_killed_and_the_next_run_asks_only_for_the_rest(tiny_verifier: Path, tmp_path: Path) -> None:
-    """With a thinking budget too, which the server must know of: answers think no longer.
+    """With a thinking budget too, which the server must know of: every answer that is not over by then is closed there.
 
-    Nine in ten, that is: vLLM 0.32 overlooks the budget of a request now and then when many start at once.
+    An opening marker at the end of the prompt counts as one token in vLLM 0.32 (_init_state_entry of its
+    thinking_budget_state.py), so thinking gets as many tokens more as the marker has beyond the first.
     """
     params = write_params(tmp_path / "params.yaml", tiny_verifier, thinking_token_budget=8)
     settings = YAML(typ="safe", pure=True).load((tmp_path / "params.yaml").read_text())
@@ -156,9 +157,11 @@ def test_the_server_is_killed_and_the_next_run_asks_only_for_the_rest(tiny_verif
     closing = tokenizer.encode(" so:", add_special_tokens=False)
     answers = list(read_parts(tmp_path / "responses", schemas.RESPONSES))
     assert len(answers) == len(TEXTS)
+    place = 8 + len(tokenizer.encode("assistant\n", add_special_tokens=False)) - 1
     outputs = [answer["output_token_ids"] for answer in answers]
-    bounded = [ids[8 : 8 + len(closing)] == closing or ids[-1] == tokenizer.eos_token_id for ids in outputs]
-    assert sum(bounded) >= 0.9 * len(bounded)
+    assert sum(len(ids) > place for ids in outputs) > 40
+    for ids in outputs:
+        assert len(ids) <= place or ids[place : place + len(closing)] == closing, ids
 
 
 @pytest.fixture(scope="module")
