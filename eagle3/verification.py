@@ -29,7 +29,7 @@ from eagle3.workstore import work_root
 
 INDEXED = (Path("data/responses"), Path("data/tokens"), Path("data/hidden_states"))
 DRAFT, IDENTITY = Path("data/draft"), Path("data/verifier.json")
-BESIDE_AN_INDEX = {INDEX, "rejected.parquet", "preview.txt"}
+BESIDE_AN_INDEX = {INDEX, "rejected.parquet", "preview.txt", "audit.parquet", "audit.txt"}  # outside a DVC project
 PIECE = 1 << 22
 MEGABYTE = 10**6
 
@@ -254,9 +254,9 @@ def _find_foreign(place: Path, found: Findings) -> None:
     own = {claim.path for claim in found.claims if claim.algorithm == "sha256" and claim.path.parent == place}
     recorded = {path for path in found.tracked if path.is_relative_to(place)}
     indexed = own and (place / INDEX).is_file()
-    known = own | {place / name for name in BESIDE_AN_INDEX} if indexed else own | recorded
     if not (indexed or recorded):
         return
+    known = own | recorded | {place / name for name in BESIDE_AN_INDEX if indexed}
     for path in sorted(place.rglob("*")):
         if path not in known and (path.is_symlink() or not path.is_dir()):
             remedy = "move it elsewhere, or DVC takes it for a change of the folder"

@@ -71,6 +71,17 @@ KINDS = {
     "500": Fault(status=500),
     "503": Fault(status=503),
 }
+#: What a row is listed with when that trouble does not end.
+REASONS = {
+    "hang": "request timed out",
+    "reset": "connection failed",
+    "half": "connection failed",
+    "cut": "malformed response",
+    "missing": "ids missing",
+    "short": "ids disagree with usage",
+    "long": "ids disagree with usage",
+    **{status: f"HTTP {status}" for status in ("408", "409", "429", "500", "503")},
+}
 STANDSTILL_EVERY, STANDSTILL_S = 700, 0.3  # requests; nothing is accepted or answered meanwhile
 
 

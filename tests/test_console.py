@@ -1,16 +1,12 @@
 """What a person sees: escaped text, log lines without a terminal, one-line errors, interruptions that keep work."""
 
-import fcntl
-import os
-import pty
 import signal
-import struct
 import subprocess
 import sys
-import termios
 from pathlib import Path
 
 from eagle3.console import Progress, visible
+from tests.terminal import on_terminal
 
 SCRIPT = """
 import time
@@ -60,19 +56,9 @@ def test_without_a_terminal_progress_is_log_lines() -> None:
 
 
 def test_on_a_terminal_progress_is_a_bar() -> None:
-    parent, child = pty.openpty()
-    fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    process = subprocess.Popen([sys.executable, "-c", SCRIPT, "fine"], stderr=child)
-    os.close(child)
-    shown = b""
-    try:
-        while piece := os.read(parent, 4096):
-            shown += piece
-    except OSError:
-        pass  # the terminal is gone when the process ends
-    assert process.wait() == 0
-    assert b"\r" in shown
-    assert b"50/50" in shown, shown[-400:]
+    shown = on_terminal([sys.executable, "-c", SCRIPT, "fine"])
+    assert "\r" in shown
+    assert "50/50" in shown, shown[-400:]
 
 
 def test_interruptions_end_with_130_and_no_trace() -> None:

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from eagle3.digests import digest
-from tests.faulty_server import KINDS
+from tests.faulty_server import KINDS, REASONS
 from tests.stage_runs import ServerProcess, Stage, wait_until
 
 pytestmark = pytest.mark.slow
@@ -19,16 +19,6 @@ pytestmark = pytest.mark.slow
 ROWS, CONCURRENCY = 20_000, 200
 ONCE, ALWAYS = 60, 4  # rows of each kind
 SHORT_TIMEOUT = "from eagle3.serving import client\nclient.request_timeout_s = lambda *_: 4.0"
-REASONS = {
-    "hang": "request timed out",
-    "reset": "connection failed",
-    "half": "connection failed",
-    "cut": "malformed response",
-    "missing": "ids missing",
-    "short": "ids disagree with usage",
-    "long": "ids disagree with usage",
-    **{status: f"HTTP {status}" for status in ("408", "409", "429", "500", "503")},
-}
 
 
 def make_texts() -> list[str]:

@@ -2,12 +2,9 @@
 
 import fcntl
 import os
-import pty
 import re
-import struct
 import subprocess
 import sys
-import termios
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +17,7 @@ from eagle3 import sample_view, tables
 from eagle3.cli import app
 from eagle3.sample_view import HEAD_TOKENS, TAIL_TOKENS, View, Words, show_sample
 from eagle3.tables import Row, list_parts
+from tests.terminal import on_terminal
 from tests.tiny_verifiers import build_tokenizer
 from tests.token_tables import token_row, write_params, write_tokens
 
@@ -287,29 +285,16 @@ for call in sys.argv[1:]:
 SAYING = "sh -c 'echo PAGED; cat'"
 
 
-def on_terminal(folder: Path, *calls: str) -> list[str]:
-    """What each call shows on a terminal of 24 rows and 80 columns."""
-    parent, child = pty.openpty()
-    fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+def on_a_terminal(folder: Path, *calls: str) -> list[str]:
+    """What each call shows."""
     environment = {**os.environ, "TERM": "xterm", "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(
-        [sys.executable, "-c", CALLS, *calls], cwd=folder, stdin=child, stdout=child, stderr=child, env=environment
-    )
-    os.close(child)
-    shown = b""
-    try:
-        while piece := os.read(parent, 4096):
-            shown += piece
-    except OSError:
-        pass  # the terminal is gone when the process ends
-    os.close(parent)
-    assert process.wait() == 0, shown
-    return shown.decode().replace("\r\n", "\n").split("END 0\n")[:-1]
+    shown = on_terminal([sys.executable, "-c", CALLS, *calls], cwd=folder, env=environment)
+    return shown.replace("\r\n", "\n").split("END 0\n")[:-1]
 
 
 def test_on_a_terminal(project: Path) -> None:
     """Colours unless NO_COLOR; a pager for more than a screenful; one that is left early or absent is no error."""
-    short, long, plain, left, absent, forced = on_terminal(
+    short, long, plain, left, absent, forced = on_a_terminal(
         project,
         f"{SAYING}\t\t2",
         f"{SAYING}\t",

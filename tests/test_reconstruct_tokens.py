@@ -15,6 +15,7 @@ from eagle3.responses import read_responses
 from eagle3.schemas import AUDIT, REJECTED, RESPONSES, TOKENS
 from eagle3.tables import Account, read_parts, read_table, write_parts
 from eagle3.tokens import Unusable
+from eagle3.verification import verify_places
 from eagle3.verifier import prompt_ids, write_identity
 from stages.check import check, check_commit, check_together
 from stages.reconstruct_tokens import check_use, reconstruct_tokens
@@ -162,6 +163,7 @@ def test_rows_without_ids_are_rebuilt_and_the_others_audited(tmp_path: Path, tin
         f"p{i:02}": "other" if i == 0 else None for i in range(0, 30, 3)
     }
     assert "identical: 9 (90.0%)" in (tmp_path / "tokens" / "audit.txt").read_text()
+    assert not verify_places([tmp_path / "tokens"], None).faults
 
 
 @pytest.mark.parametrize("wanted", [0, 5, 100])

@@ -3,6 +3,7 @@
 import re
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,14 @@ def dvc(project: Project, *words: str, fails: bool = False) -> str:
     return done.stdout
 
 
+def verify(project: Project) -> None:
+    """All that the pipeline wrote is whole by its own account."""
+    command = [sys.executable, "-m", "eagle3.cli", "verify"]
+    environment = project.environment()
+    done = subprocess.run(command, cwd=project.folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def ran(printed: str) -> set[str]:
     """Stages that ran, without the two that look at params.yaml and at the verifier every time."""
     return set(re.findall(r"Running stage '([\w-]+)'", printed)) - {"check", "verifier"}
@@ -85,6 +94,7 @@ def test_every_stage_accounts_for_its_rows(project: Project) -> None:
     assert project.metrics("extract")["rows_out"] == project.metrics("train")["rows_in"]
     assert project.metrics("extract")["head_agreement"] >= 0.97
     assert project.metrics("evaluate")["num_prompts"] == 3
+    verify(project)
 
 
 def test_a_second_repro_does_nothing_and_is_quick(project: Project) -> None:
@@ -133,6 +143,7 @@ def test_push_and_pull_give_identical_bytes(project: Project) -> None:
         shutil.rmtree(project.folder / "data" / name)
     dvc(project, "pull")
     assert outs(project) == before
+    verify(project)
     assert ran(dvc(project, "repro")) == set()
 
 

@@ -73,6 +73,15 @@ def lay_out(folder: Path, params: Params, texts: list[str]) -> tuple[list[Row], 
     return rows, [sys.executable, "-m", "stages.generate", *(str(folder / name) for name in names)]
 
 
+def start_midway(command: list[str], work: Path) -> tuple["subprocess.Popen[str]", list[psutil.Process]]:
+    """The stage, running, with a dozen answers stored; and its processes, the guard first."""
+    stage = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    while stored(work) < 12:
+        assert stage.poll() is None, stage.stderr and stage.stderr.read()
+        time.sleep(0.1)
+    return stage, psutil.Process(stage.pid).children(recursive=True)
+
+
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
     return list(psutil.wait_procs(processes, timeout=15)[1])
 
@@ -82,11 +91,7 @@ def test_killed_midway_and_resumed_with_ids_as_the_template_says(tiny_verifier: 
     rows, command = lay_out(tmp_path, params, [*TEXTS, TOO_LONG])
     work = Path(os.environ["EAGLE3_WORK_DIR"])
 
-    first = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    while stored(work) < 12:
-        assert first.poll() is None, first.stderr and first.stderr.read()
-        time.sleep(0.1)
-    family = psutil.Process(first.pid).children(recursive=True)
+    first, family = start_midway(command, work)
     ports = {c.laddr.port for p in family for c in p.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
     assert len(family) >= 3  # guard, server, engine
     assert ports
@@ -135,11 +140,7 @@ def test_the_server_is_killed_and_the_next_run_asks_only_for_the_rest(tiny_verif
     params = load_params(tmp_path / "params.yaml")
     _, command = lay_out(tmp_path, params, TEXTS)
     work = Path(os.environ["EAGLE3_WORK_DIR"])
-    first = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    while stored(work) < 12:
-        assert first.poll() is None, first.stderr and first.stderr.read()
-        time.sleep(0.1)
-    family = psutil.Process(first.pid).children(recursive=True)
+    first, family = start_midway(command, work)
     for process in family[1:]:  # the first one is the guard
         process.kill()
     _, told = first.communicate()
