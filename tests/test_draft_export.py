@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from eagle3.draft.export import CONFIG, WEIGHTS, export_draft, load_draft, read_verifier_digest
+from eagle3.draft.export import CONFIG, WEIGHTS, export_draft, load_draft
 from eagle3.draft.model import DraftModel, DraftSizes, initialise
 from eagle3.draft.vocab import DraftVocabulary
 from eagle3.verifier import VerifierIdentity, load_head
@@ -99,7 +99,7 @@ def test_the_config_says_everything(tmp_path: Path, tiny_verifier: Path) -> None
     for flag in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
         assert isinstance(config[flag], bool)
     assert config["eagle_config"]["norm_before_fc"] == config["norm_before_fc"]
-    assert read_verifier_digest(tmp_path / "draft") == "d" * 64
+    assert config["eagle3_pipeline"]["verifier_digest"] == "d" * 64
 
 
 def test_a_draft_comes_back_equal(tmp_path: Path, tiny_verifier: Path) -> None:
@@ -137,11 +137,10 @@ def test_a_damaged_draft_is_refused(
 
 
 def test_a_foreign_folder_is_refused(tmp_path: Path, tiny_verifier: Path) -> None:
-    for load in (load_draft, read_verifier_digest):
-        with pytest.raises(ValueError, match="not a draft that this pipeline exported"):
-            load(tiny_verifier)
-        with pytest.raises(ValueError, match="not a draft"):
-            load(tmp_path / "absent")
+    with pytest.raises(ValueError, match="not a draft that this pipeline exported"):
+        load_draft(tiny_verifier)
+    with pytest.raises(ValueError, match="not a draft"):
+        load_draft(tmp_path / "absent")
 
 
 def test_values_too_large_for_the_dtype_are_refused(tmp_path: Path, tiny_verifier: Path) -> None:

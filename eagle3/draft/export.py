@@ -104,14 +104,6 @@ def load_draft(folder: Path) -> tuple[DraftModel, DraftVocabulary]:
     return model, vocabulary
 
 
-def read_verifier_digest(folder: Path) -> str:
-    """Digest of the verifier that the draft was trained for. Raises ValueError for a foreign folder."""
-    try:
-        return str(json.loads((folder / CONFIG).read_text())[OWN_SECTION]["verifier_digest"])
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{folder}: not a draft that this pipeline exported ({error!r})") from None
-
-
 def _load_vocabulary(
     folder: Path, sizes: DraftSizes, tensors: dict[str, torch.Tensor], coverage: float
 ) -> DraftVocabulary:

