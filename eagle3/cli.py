@@ -82,9 +82,8 @@ def inspect(
     samples = iter([one_sample(tokens, row)]) if row is not None else matching_samples(tokens, wanted)
     params = load_params(params_path)
     if (writer := _written_by(tokens)) not in (None, params.verifier.model):
-        say(
-            f"{tokens} was written by {writer}, but {params_path} names {params.verifier.model}: read with its tokenizer"
-        )
+        named = params.verifier.model
+        say(f"{tokens} was written by {writer}, but {params_path} names {named}, whose tokenizer reads it here")
     view = View(Words(load_tokenizer(params.verifier)), wants_color(color), ids, whole)
     print_paged(show_sample(number, total, sample, view) for number, sample in islice(samples, first))
 
