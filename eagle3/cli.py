@@ -11,10 +11,11 @@ from typing import Annotated, Any, Literal
 import typer
 
 from eagle3.console import guarded, say
-from eagle3.estimate import Asked, as_json, as_lines, estimate_run, unknown_rates
+from eagle3.estimate import PROMPTS_OUT, Asked, as_json, as_lines, estimate_run
 from eagle3.housekeeping import SHARED, freed, no_stage_running, remove, survey, table
 from eagle3.pager import Color, print_paged, wants_color
 from eagle3.params import Params, load_params
+from eagle3.probe import probe_rates
 from eagle3.remote_check import verify_remote
 from eagle3.sample_view import View, Words, matching_samples, one_sample, show_sample
 from eagle3.serving.engine import GIB, runs_on_cpu
@@ -163,6 +164,9 @@ def estimate(
     generate_rate: RateOption = None,
     record_rate: RateOption = None,
     train_rate: RateOption = None,
+    probe: Annotated[
+        int | None, typer.Option(min=1, metavar="PROMPTS", help="Measure the rates: run all stages on so many prompts.")
+    ] = None,
     gpus: Annotated[int, typer.Option(min=1, help="GPUs of the machine that the rates are of.")] = 1,
     price_per_hour: Annotated[float | None, typer.Option(min=0, help="Of one GPU, in any currency.")] = None,
     as_data: Annotated[bool, typer.Option("--json", help="For programs: one JSON object.")] = False,
@@ -176,12 +180,12 @@ def estimate(
     """
     given = {"generate": generate_rate, "extract": record_rate, "train": train_rate}
     rates = {stage: rate for stage, rate in given.items() if rate is not None}
-    asked = Asked(rows, prompt_tokens, answer_tokens, hidden_size, aux_layers, storage, rates)
-    found = estimate_run(load_params(params_path), asked)
-    if as_data:
-        typer.echo(as_json(found, gpus, price_per_hour))
-    else:
-        typer.echo("\n".join([*as_lines(found, gpus, price_per_hour), *unknown_rates(found.steps)]))
+    params = load_params(params_path)
+    probed = None if probe is None else probe_rates(params_path, PROMPTS_OUT, IDENTITY, probe)
+    asked = Asked(rows, prompt_tokens, answer_tokens, hidden_size, aux_layers, storage, rates, probed)
+    found = estimate_run(params, asked)
+    told = as_json(found, gpus, price_per_hour) if as_data else "\n".join(as_lines(found, gpus, price_per_hour))
+    typer.echo(told)
     if found.shortages:
         raise ValueError(" ".join(found.shortages))
 

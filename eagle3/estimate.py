@@ -19,6 +19,7 @@ from ruamel.yaml.error import YAMLError
 
 from eagle3.hidden_states import PlannedShard, ShardStore, TokenTable, plan_shards
 from eagle3.params import Params, VerifierParams
+from eagle3.probe import Probed
 from eagle3.room import (
     Filesystem,
     Place,
@@ -32,18 +33,17 @@ from eagle3.room import (
     shortage,
 )
 from eagle3.schemas import PROMPTS, REJECTED, RESPONSES, TOKENS, sample_name
+from eagle3.shards import DTYPES, sample_bytes
 from eagle3.tables import INDEX, Account, Part, list_parts, read_columns, read_table
 from eagle3.tracked import open_tracked
+from eagle3.verification import IDENTITY
 from eagle3.verifier import choose_aux_layers, locate_verifier, read_identity
 from eagle3.workstore import work_root
 
 PROMPTS_OUT, RESPONSES_OUT, TOKENS_OUT = Path("data/prompts"), Path("data/responses"), Path("data/tokens")
-STATES_OUT, IDENTITY = Path("data/hidden_states"), Path("data/verifier.json")
-METRICS, LOCK = Path("data/metrics"), Path("dvc.lock")
+STATES_OUT, METRICS, LOCK = Path("data/hidden_states"), Path("data/metrics"), Path("dvc.lock")
 SPLITS = ("train", "validation")
 RATES = {"generate": "generate-rate", "extract": "record-rate", "train": "train-rate"}  # the option of each stage
-VALUE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-SCALE_BYTES = 4  # of a row of fp8 values
 ID_BYTES = 5  # a token's id and its place in the loss mask
 TEXT_BYTES_PER_TOKEN = 3  # where no token was ever counted; English has 4 to 5
 #: Settings of `generate` that decide no answer.
@@ -64,6 +64,12 @@ class Asked:
     aux_layers: int | None
     storage: Storage | None
     rates: dict[str, float]
+    probed: Probed | None
+
+    @property
+    def is_dry(self) -> bool:
+        """A sum of other numbers than those of the tables and the verifier that lie here."""
+        return any(number is not None for number in (self.prompt_tokens, self.answer_tokens, self.hidden_size))
 
 
 @dataclass(frozen=True)
@@ -90,16 +96,19 @@ class Workload:
 
 @dataclass(frozen=True)
 class StateSizes:
-    """What decides the bytes of a token: rows of `hidden_size` values, one for each auxiliary layer and the last."""
+    """What decides the bytes of a token: `hidden_size` values of each auxiliary layer and of the last one.
 
-    rows: int
+    dtype: of the verifier.
+    """
+
+    aux_layers: int
     hidden_size: int
     dtype: str
 
     def token_bytes(self, storage: Storage) -> int:
         """Bytes of one token in a shard: its states, its id and its mask."""
-        values = {"lossless": VALUE_BYTES[self.dtype] * self.hidden_size, "fp8": self.hidden_size + SCALE_BYTES}
-        return self.rows * values[storage] + ID_BYTES
+        dtype = DTYPES["float8_e4m3fn" if storage == "fp8" else self.dtype]
+        return sample_bytes(1, self.aux_layers, self.hidden_size, dtype) + ID_BYTES
 
 
 @dataclass(frozen=True)
@@ -151,43 +160,43 @@ class Estimate:
 
 def estimate_run(params: Params, asked: Asked) -> Estimate:
     """The estimate for params.yaml and what lies in data/. Raises ValueError that says which number is missing."""
-    storage: Storage = asked.storage or "lossless"
+    if asked.storage is not None:
+        params = params.model_copy(update={"extract": params.extract.model_copy(update={"storage": asked.storage})})
+    storage = params.extract.storage
     work = measure_work(params, asked)
     sizes = state_sizes(params, asked)
-    plan, there = _planned(params, sizes)
     tracked = open_tracked()
     cache = find_cache(tracked)
-    exact = work.counted and bool(plan) and asked.storage is None
+    plan, there = ([], []) if asked.is_dry else _planned(params)
+    exact = work.counted and bool(plan)
     if exact:
         absent = [shard for shard in plan if shard not in there]
         volume = measure_volume(plan, absent, tracked, cache, STATES_OUT)
-        left = sum({shard.key: shard.tokens for shard in absent}.values())
+        left = _tokens(absent)
     else:
-        kept = there if asked.storage is None and asked.prompt_tokens is None and asked.answer_tokens is None else []
-        total = work.tokens * sizes.token_bytes(storage)
-        known = measure_volume(kept, [], tracked, cache, STATES_OUT)
-        volume = Volume(total, max(0, total - known.total), max(0, total - known.total + known.uncached))
-        left = max(0, work.tokens - sum(shard.tokens for shard in kept))
+        total, known = work.tokens * sizes.token_bytes(storage), measure_volume(there, [], tracked, cache, STATES_OUT)
+        missing = max(0, total - known.total)
+        volume, left = Volume(total, missing, missing + known.uncached), max(0, work.tokens - _tokens(there))
     places = lay_out(work_root() / "extract", STATES_OUT.absolute(), cache, volume)
-    disks = filesystems(places, own_bytes(STATES_OUT))
+    train = work.train_tokens * params.train.epochs
     steps = [
         _step("generate", work.answer_tokens, work.unanswered, asked),
         _step("extract", work.tokens, left, asked),
-        _step("train", work.train_tokens * params.train.epochs, work.train_tokens * params.train.epochs, asked),
+        _step("train", train, train, asked),
     ]
-    return Estimate(work, sizes, storage, volume, exact, places, disks, steps)
+    return Estimate(work, sizes, storage, volume, exact, places, filesystems(places, own_bytes(STATES_OUT)), steps)
 
 
 def state_sizes(params: Params, asked: Asked) -> StateSizes:
     """Sizes of the verifier's states: as asked, else of data/verifier.json, else of the model's config.json."""
     dtype = params.verifier.dtype
     if asked.hidden_size is not None and asked.aux_layers is not None:
-        return StateSizes(asked.aux_layers + 1, asked.hidden_size, dtype)
+        return StateSizes(asked.aux_layers, asked.hidden_size, dtype)
     if asked.hidden_size is not None or asked.aux_layers is not None:
         raise ValueError("--hidden-size and --aux-layers go together: they stand in for the verifier")
     if IDENTITY.is_file():
         identity = read_identity(IDENTITY)
-        return StateSizes(len(identity.aux_layer_ids) + 1, identity.hidden_size, identity.dtype)
+        return StateSizes(len(identity.aux_layer_ids), identity.hidden_size, identity.dtype)
     path = _config_file(params.verifier)
     try:
         config = json.loads(path.read_text())
@@ -195,7 +204,7 @@ def state_sizes(params: Params, asked: Asked) -> StateSizes:
         layers, hidden = int(config["num_hidden_layers"]), int(config["hidden_size"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: no sizes of a model in there ({error!r}); say --hidden-size, --aux-layers") from None
-    return StateSizes(len(choose_aux_layers(params.verifier.aux_layer_ids, layers)) + 1, hidden, dtype)
+    return StateSizes(len(choose_aux_layers(params.verifier.aux_layer_ids, layers)), hidden, dtype)
 
 
 def _config_file(verifier: VerifierParams) -> Path:
@@ -226,7 +235,11 @@ def measure_work(params: Params, asked: Asked) -> Workload:
 
     Raises ValueError when there is neither a table of prompts nor a number of rows.
     """
-    past = read_past(params)
+    given = asked.rows is not None and asked.prompt_tokens is not None and asked.answer_tokens is not None
+    past = Past(None, False, 1) if given else read_past(params)
+    if asked.probed is not None and not past.standing:
+        told = asked.probed
+        past = Past(Seen(told.rows, told.prompt_tokens, told.answer_tokens, "the probe"), False, 1)
     as_is = asked.rows is asked.prompt_tokens is asked.answer_tokens is None
     if asked.rows is None:
         wanted, train_share = _wanted(params)
@@ -409,13 +422,16 @@ def read_metrics(stage: str) -> dict[str, Any]:
     return found
 
 
-def _planned(params: Params, sizes: StateSizes) -> tuple[list[PlannedShard], list[PlannedShard]]:
+def _tokens(shards: Sequence[PlannedShard]) -> int:
+    """Equal shards are recorded once."""
+    return sum({shard.key: shard.tokens for shard in shards}.values())
+
+
+def _planned(params: Params) -> tuple[list[PlannedShard], list[PlannedShard]]:
     """The shards of data/tokens, and those of them that the work store has; none where they cannot be told."""
     if not (TOKENS_OUT / INDEX).is_file() or not IDENTITY.is_file():
         return [], []
     identity = read_identity(IDENTITY)
-    if (len(identity.aux_layer_ids) + 1, identity.hidden_size) != (sizes.rows, sizes.hidden_size):
-        return [], []
     table = TokenTable(TOKENS_OUT, params.verifier.max_model_len)
     plan = plan_shards(table, identity, params.extract, Account("extract", 1))
     store = ShardStore(work_root() / "extract")  # not entered: that would sweep
@@ -426,6 +442,8 @@ def _step(stage: str, tokens: int, left: int, asked: Asked) -> Step:
     metrics = read_metrics(stage)
     if stage in asked.rates:
         return Step(stage, tokens, left, asked.rates[stage], "as asked")
+    if asked.probed is not None and stage in asked.probed.rates:
+        return Step(stage, tokens, left, asked.probed.rates[stage], f"probe of {asked.probed.rows:,} rows")
     rate = metrics.get("tokens_per_second", 0.0)
     if rate:
         return Step(stage, tokens, left, float(rate), str(METRICS / f"{stage}.json"))
@@ -484,23 +502,33 @@ def unknown_rates(steps: Sequence[Step]) -> list[str]:
 
 def as_lines(found: Estimate, gpus: int, price_per_hour: float | None) -> list[str]:
     """The estimate for a person."""
-    work, sizes, storage = found.work, found.sizes, found.storage
-    exactly = "exactly" if found.exact else "about"
+    work, sizes = found.work, found.sizes
+    values = sizes.dtype if found.storage == "lossless" else found.storage
     lines = [
-        f"rows      {work.rows:,}",
-        f"tokens    {work.prompt_tokens:,} of prompts + {work.answer_tokens:,} of answers = {work.tokens:,} "
+        f"rows    {work.rows:,}",
+        f"tokens  {work.prompt_tokens:,} of prompts + {work.answer_tokens:,} of answers = {work.tokens:,} "
         f"({work.source})",
-        f"states    {sizes.token_bytes(storage):,} bytes a token ({sizes.rows} x {sizes.hidden_size:,} values, "
-        f"{sizes.dtype if storage == 'lossless' else storage}): {exactly} {size(found.volume.total)}",
+        f"states  {sizes.token_bytes(found.storage):,} bytes a token: {sizes.aux_layers} layers and the last one, "
+        f"{sizes.hidden_size:,} {values} values each; {'exactly' if found.exact else 'about'} "
+        + size(found.volume.total),
         "",
     ]
     rows = [["disk", "kept as", "in the end", "still needed", "where"]]
     rows += [[place.name, place.kind, size(place.stays), size(place.needs), str(place.path)] for place in found.places]
-    lines += aligned(rows, "<<>><")
-    for disk in found.disks:
-        verdict = "fits" if disk.fits else "DOES NOT FIT"
-        lines.append(f"{disk.mount}: {size(disk.needs)} needed, {size(disk.free)} free: {verdict}")
-    return [*lines, "", *_time_lines(found.steps, gpus, price_per_hour)]
+    lines += [*aligned(rows, "<<>><"), *(line for disk in found.disks for line in _disk_lines(disk, found)), ""]
+    return [*lines, *_time_lines(found.steps, gpus, price_per_hour), *unknown_rates(found.steps)]
+
+
+def _disk_lines(disk: Filesystem, found: Estimate) -> list[str]:
+    if disk.fits:
+        return [f"{disk.mount}: {size(disk.needs)} needed, {size(disk.free)} free: fits"]
+    lines = [f"{disk.mount}: {size(disk.needs)} needed, {size(disk.free)} free: DOES NOT FIT"]
+    lines.append(f"  about {int(found.work.rows * disk.free / disk.needs):,} of {found.work.rows:,} rows would fit")
+    if found.storage == "lossless":
+        smaller = round(disk.needs * found.sizes.token_bytes("fp8") / found.sizes.token_bytes("lossless"))
+        fits = "would fit" if smaller <= disk.free else "would not fit either"
+        lines.append(f"  all rows with extract.storage: fp8 need {size(smaller)} and {fits}")
+    return lines
 
 
 def _time_lines(steps: Sequence[Step], gpus: int, price: float | None) -> list[str]:
@@ -513,10 +541,15 @@ def _time_lines(steps: Sequence[Step], gpus: int, price: float | None) -> list[s
         ],
         ("all", "", "", "", known, ""),
     ]:
-        times = ["?", "?"] if hours is None else [f"{hours:,.2f}", f"{hours * gpus:,.2f}"]
+        times = ["?", "?"] if hours is None else [clock(hours), clock(hours * gpus)]
         cost = "" if price is None else "?" if hours is None else f"{hours * gpus * price:,.2f}"
         rows.append([name, tokens, left, rate, *times, cost, source])
     return aligned(rows, "<>>>>>><")
+
+
+def clock(hours: float) -> str:
+    """Hours for a person."""
+    return f"{hours:,.1f}" if hours >= 10 else f"{hours:.3f}"
 
 
 def size(count: int) -> str:

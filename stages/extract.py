@@ -46,7 +46,7 @@ def extract(tokens: Path, verifier: Path, hidden_states: Path, metrics: Path, pa
         for key, there in facts.items():
             require_agreement(key, there.problems, there.agreement, params.extract)
         missing = {shard.key: shard for shard in plan if shard.key not in facts}
-        needed = require_room(folder, hidden_states, missing.values(), plan, "lossless")
+        needed = require_room(folder, hidden_states, missing.values(), plan, params.extract.storage)
         say(f"extract: {len(plan)} shards, {len(facts)} of them there; {needed / 1e9:,.2f} GB to record")
         tokens_per_second = 0.0
         if missing:
