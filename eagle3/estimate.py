@@ -514,7 +514,9 @@ def as_lines(found: Estimate, gpus: int, price_per_hour: float | None) -> list[s
         "",
     ]
     rows = [["disk", "kept as", "in the end", "still needed", "where"]]
-    rows += [[place.name, place.kind, size(place.stays), size(place.needs), str(place.path)] for place in found.places]
+    rows += [
+        [place.name, place.kind, size(place.stays), size(place.needs), str(near(place.path))] for place in found.places
+    ]
     lines += [*aligned(rows, "<<>><"), *(line for disk in found.disks for line in _disk_lines(disk, found)), ""]
     return [*lines, *_time_lines(found.steps, gpus, price_per_hour), *unknown_rates(found.steps)]
 
@@ -547,9 +549,14 @@ def _time_lines(steps: Sequence[Step], gpus: int, price: float | None) -> list[s
     return aligned(rows, "<>>>>>><")
 
 
+def near(path: Path) -> Path:
+    """A path as seen from the current folder."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
 def clock(hours: float) -> str:
     """Hours for a person."""
-    return f"{hours:,.1f}" if hours >= 10 else f"{hours:.3f}"
+    return f"{hours:,.2f}" if hours >= 1 else f"{hours:.3f}"
 
 
 def size(count: int) -> str:

@@ -118,7 +118,7 @@ def lay_out(work: Path, out: Path, cache: Cache | None, volume: Volume) -> list[
             "hardlink": (HARD_LINKS, 0, first),
             "symlink": (SYMLINKS, 0, first),
             "copy": (COPIES, volume.total, volume.total),
-        }[_link_to_cache(out, cache)]
+        }[_link_to_cache(out, cache, linked)]
         own = Place(CACHE, cache.folder, device_of(cache.folder), COPIES, volume.total, volume.uncached)
     return [*places, Place(OUT, out, device_of(out.parent), kind, stays, needs), own]
 
@@ -174,8 +174,13 @@ def device_of(path: Path) -> int:
     return _existing(path).stat().st_dev
 
 
-def _link_to_cache(out: Path, cache: Cache) -> str:
-    """How DVC links an out to its cache: by the first of `cache.type` that works, else not at all."""
+def _link_to_cache(out: Path, cache: Cache, linked: bool) -> str:
+    """How DVC links an out to its cache: by the first of `cache.type` that works. A copy stays where one is allowed.
+
+    linked: the out is hard links into the work store, so that its files count as links.
+    """
+    if not linked and {"copy", "reflink"} & set(cache.types):
+        return "copy"
     near = device_of(out.parent) == device_of(cache.folder)
     usable = [name for name in cache.types if name in ("symlink", "copy") or (name == "hardlink" and near)]
     return usable[0] if usable else "copy"
