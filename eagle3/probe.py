@@ -6,21 +6,23 @@ engine, its settings, `generate.endpoints` and the length of the answers are the
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
 
-from eagle3.console import say
+from eagle3.console import interrupt, say
 from eagle3.prompts import write_splits
 from eagle3.schemas import PROMPTS
 from eagle3.tables import Row, read_table
-from eagle3.workstore import work_root
+from eagle3.workstore import work_folder, work_root
 
 CHANGES = {
     "generate": {"max_failed_share": 1.0},
@@ -48,9 +50,8 @@ def probe_rates(params_path: Path, prompts: Path, identity: Path, count: int) ->
     rows = [row for split in ("train", "validation") for row in read_table(prompts / f"{split}.parquet", PROMPTS)]
     if not rows:
         raise ValueError(f"{prompts}: there is no prompt to probe with")
-    work_root().mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="probe-", dir=work_root()) as name:
-        folder = Path(name)
+    signal.signal(signal.SIGTERM, interrupt)
+    with work_folder("probe") as held, _emptied(held / "run") as folder:
         write_splits(folder / "prompts", _spaced(rows, count))
         params = _changed_params(params_path, folder / "params.yaml")
         environment = os.environ | {"EAGLE3_WORK_DIR": str(_work_store(folder))}
@@ -68,6 +69,17 @@ def probe_rates(params_path: Path, prompts: Path, identity: Path, count: int) ->
         for stage, paths in outs.items():
             _run(stage, [*paths, params], environment)
         return _probed({stage: json.loads(path.read_text()) for stage, path in metrics.items()})
+
+
+@contextmanager
+def _emptied(folder: Path) -> Iterator[Path]:
+    """The folder, empty, and removed in the end; one that a killed probe left goes too."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _spaced(rows: Sequence[Row], count: int) -> list[Row]:
@@ -96,7 +108,14 @@ def _work_store(folder: Path) -> Path:
 def _run(stage: str, paths: Sequence[Path], environment: dict[str, str]) -> None:
     say(f"probe: {stage}")
     command = [sys.executable, "-m", f"stages.{stage}", *map(str, paths)]
-    code = subprocess.run(command, env=environment, stdout=sys.stderr, check=False).returncode
+    guard = [sys.executable, "-m", "eagle3.serving.guard", str(os.getpid())]
+    process = subprocess.Popen([*guard, *command], env=environment, stdout=sys.stderr, start_new_session=True)
+    try:
+        code = process.wait()
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
     if code:
         raise ValueError(f"the probe ended in the stage {stage} (exit code {code}); what it said stands above")
 

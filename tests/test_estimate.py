@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -149,7 +150,7 @@ def test_other_settings_of_generate_ask_for_every_answer_again() -> None:
     assert "answers 2 times as long, as max_new_tokens is" in found["source"]
 
 
-def test_without_tokens_answers_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_tokens_answers_tell() -> None:
     rows = make_rows(40)
     write_project(rows)
     shutil.rmtree("data/tokens")
@@ -226,7 +227,7 @@ def test_a_person_reads_what_does_not_fit_and_what_to_change() -> None:
     assert text.splitlines()[-1].startswith("error: ") and "EAGLE3_WORK_DIR" in text.splitlines()[-1]
 
 
-def test_the_page_shows_what_the_command_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_shows_what_the_command_says() -> None:
     page = (PROJECT / "docs" / "estimate.md").read_text()
     block = page.split("## Kimi-K2.5")[1].split("\n\n    ")
     command = block[1].replace("\\\n", " ").split()
@@ -234,11 +235,9 @@ def test_the_page_shows_what_the_command_says(monkeypatch: pytest.MonkeyPatch) -
     shutil.copyfile(PROJECT / "params.yaml", "params.yaml")
     told = said(*command[2:])[1].splitlines()
     shown = [line.strip() for line in page.split("## Kimi-K2.5")[1].splitlines() if line.startswith("    ")]
-    beginnings = ("rows ", "tokens ", "states ", "stage ", "generate ", "extract ", "train ", "all ")
-    for beginning in beginnings:
-        assert [line for line in told if line.startswith(beginning)] == [
-            line for line in shown if line.startswith(beginning)
-        ]
+    for beginning in ("rows ", "tokens ", "states ", "stage ", "generate ", "extract ", "train ", "all  "):
+        (line,) = (line for line in told if line.startswith(beginning))
+        assert line in shown
 
 
 def test_help_teaches() -> None:
@@ -325,13 +324,13 @@ def test_what_cannot_fit_is_refused_before_the_first_request(tmp_path: Path) -> 
     """
     code = f"from eagle3.serving import recorder; recorder.ENGINE = {FAKE!r}; from stages import extract as stage; "
     code += "from eagle3.stage import run_stage; run_stage(stage.extract)"
-    requests = {"EAGLE3_FAKE_REQUESTS": str(tmp_path / "requests.log")}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(*next(iter(requests.items())))
+        patch.setenv("EAGLE3_FAKE_REQUESTS", str(tmp_path / "requests.log"))
         ran = in_namespace(script, sys.executable, "-c", code, *map(str, ARGUMENTS), folder=tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert "DOES NOT FIT" in Path("said").read_text()
     refused, stage = Path("refused").read_text(), Path("stage").read_text()
-    assert refused.startswith("error: ") and refused == stage  # one sum, one sentence
+    free = r"[\d,]+ are free"  # the stage's lock takes a page
+    assert refused.startswith("error: ") and re.sub(free, "", refused) == re.sub(free, "", stage)  # one sum
     assert "hidden states need 4," in refused and "EAGLE3_WORK_DIR" in refused
     assert not Path("requests.log").exists()
