@@ -129,6 +129,8 @@ class TrainParams(Section):
     fc_norm: bool
     norm_output: bool
     freeze_lm_head: bool
+    loss: Literal["forward_kl", "hard_labels", "reverse_kl", "total_variation"]
+    acceptance_share: Share
     ttt_steps: Positive
     ttt_loss_decay: Annotated[float, Field(gt=0, le=1)]
     epochs: Positive

@@ -20,6 +20,7 @@ from eagle3.console import Interrupted, Progress, say, visible
 from eagle3.digests import digest, digest_file
 from eagle3.draft.checkpoint import CheckpointStore, TrainingState
 from eagle3.draft.data import Batch, BatchStream, Corpus, SampleRef, plan_epoch
+from eagle3.draft.loss import Objective
 from eagle3.draft.model import DraftModel, DraftSizes, initialise
 from eagle3.draft.ttt import Score, Teacher, empty_score, full_choices, make_teacher, score_batch
 from eagle3.draft.vocab import DraftVocabulary
@@ -146,6 +147,7 @@ class Trainer:
         self.trained = {name: value for name, value in self.draft.named_parameters() if value.requires_grad}
         self.optimiser = make_optimiser(list(self.trained.values()), params)
         self.schedule = make_schedule(corpus.train, params)
+        self.objective = Objective(params.loss, params.acceptance_share)
         self.decay = [params.ttt_loss_decay**step for step in range(params.ttt_steps)]
         self.state = TrainingState()
         self._choices: list[torch.Tensor] = []  # the verifier's first choices on each validation batch, once known
@@ -204,7 +206,7 @@ class Trainer:
         weights = torch.tensor(self.decay, device=self.device) / counted.clamp(min=1)
         score = empty_score(len(self.decay))
         for batch in batches:
-            loss, part = score_batch(self.draft, batch, self.teacher, weights, None)
+            loss, part = score_batch(self.draft, batch, self.teacher, weights, None, self.objective)
             loss.backward()
             score.add(part)
         norm = torch.nn.utils.clip_grad_norm_(self.trained.values(), self.params.max_gradient_norm)
@@ -281,7 +283,7 @@ class Trainer:
         if number == len(self._choices):
             self._choices.append(full_choices(batch, self.teacher))
         choices = self._choices[number] if number < len(self._choices) else full_choices(batch, self.teacher)
-        return score_batch(self.draft, batch, self.teacher, weights, choices)[1]
+        return score_batch(self.draft, batch, self.teacher, weights, choices, self.objective)[1]
 
     def _log(self, live: Live, values: dict[str, float]) -> None:
         point = {"step": float(self.state.step), **values}
