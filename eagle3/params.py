@@ -121,6 +121,7 @@ class ExtractParams(Section):
 
 class TrainParams(Section):
     seed: int
+    warm_start: str | None
     draft_vocab_size: Positive | None
     draft_vocab_coverage: Annotated[float, Field(gt=0, le=1)]
     num_layers: Annotated[int, Field(ge=1, le=4)]
