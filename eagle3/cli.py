@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from eagle3.console import guarded, say
-from eagle3.estimate import PROMPTS_OUT, Asked, as_json, as_lines, estimate_run
+from eagle3.estimate import as_json, as_lines, estimate_run
 from eagle3.housekeeping import SHARED, freed, no_stage_running, remove, survey, table
 from eagle3.pager import Color, print_paged, wants_color
 from eagle3.params import Params, load_params
@@ -23,6 +23,7 @@ from eagle3.tables import count_parts
 from eagle3.tracked import open_tracked
 from eagle3.verification import IDENTITY, Fault, verify_places
 from eagle3.verifier import load_tokenizer, locate_verifier, read_identity
+from eagle3.workload import PROMPTS_OUT, Asked
 
 METRICS = Path("data/metrics")
 DRAFT = Path("data/draft")

@@ -1,4 +1,4 @@
-"""`eagle3 estimate --probe` with a real vLLM on a tiny verifier: three rates; nothing stays behind, also when killed."""
+"""`eagle3 estimate --probe` with a real vLLM on a tiny verifier: three rates; nothing stays behind, not even killed."""
 
 import json
 import os
