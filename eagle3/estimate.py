@@ -260,7 +260,10 @@ def _disk_lines(disk: Filesystem, found: Estimate) -> list[str]:
     if disk.fits:
         return [f"{disk.mount}: {size(disk.needs)} needed, {size(disk.free)} free: fits"]
     lines = [f"{disk.mount}: {size(disk.needs)} needed, {size(disk.free)} free: DOES NOT FIT"]
-    lines.append(f"  about {int(found.work.rows * disk.free / disk.needs):,} of {found.work.rows:,} rows would fit")
+    rows = found.work.rows
+    row_bytes = found.volume.total / rows * sum(place.needs > 0 for place in disk.places)
+    fitting = max(0, int(rows - (disk.needs - disk.free) / row_bytes))
+    lines.append(f"  about {fitting:,} of {rows:,} rows would fit")
     if found.storage == "lossless":
         smaller = round(disk.needs * found.sizes.token_bytes("fp8") / found.sizes.token_bytes("lossless"))
         fits = "would fit" if smaller <= disk.free else "would not fit either"

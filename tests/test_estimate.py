@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +241,16 @@ def test_the_page_shows_what_the_command_says() -> None:
     for beginning in ("rows ", "tokens ", "states ", "stage ", "generate ", "extract ", "train ", "all  "):
         (line,) = (line for line in told if line.startswith(beginning))
         assert line in shown
+
+
+def test_rows_that_would_fit_leave_out_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = make_rows(60)
+    write_project(rows)
+    run_extract(monkeypatch)
+    per_row = shard_bytes() / 60
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0, 0, int(per_row * 30.5)))
+    assert "about 90 of 200 rows would fit" in said("--rows", "200")[1]
 
 
 def test_help_teaches() -> None:
