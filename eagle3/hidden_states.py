@@ -6,6 +6,7 @@ alone (content-defined boundaries), so an unchanged stretch of the table is neve
 
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,6 +21,7 @@ from eagle3.digests import canonical_json, digest, digest_file, digest_tokens
 from eagle3.gates import Agreement, Problem, check_shard, evenly, judged_rows
 from eagle3.params import ExtractParams
 from eagle3.schemas import REJECTED, SCHEMA_VERSION, STATES, TOKENS
+from eagle3.serving.process import EngineError
 from eagle3.serving.recorder import Placement, StateRecorder, digest_ids
 from eagle3.shards import DTYPES, ShardLayout, begin_shard, open_shard, sample_bytes, shard_layout
 from eagle3.tables import INDEX, Account, Row, new_folder, read_parts, write_table
@@ -115,13 +117,15 @@ def plan_shards(
 
 
 class ShardStore:
-    """Finished shards in the work folder: <key>.safetensors, and <key>.json written after it.
+    """Finished shards in the work folder: <key>.safetensors, and <key>.json, which is there before it.
 
-    A context manager: what an interrupted run left half done is removed at both ends.
+    A context manager: what an interrupted run left half done is removed at both ends. Partial files have names of this
+    run, so that an engine that outlives the run before finds none to write to.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
+        self._run = secrets.token_hex(4)
 
     def __enter__(self) -> "ShardStore":
         self._sweep()
@@ -134,7 +138,7 @@ class ShardStore:
         return self.folder / f"{key}.safetensors"
 
     def partial(self, key: str) -> Path:
-        return self.folder / f"{key}.partial"
+        return self.folder / f"{key}.{self._run}.partial"
 
     def _sweep(self) -> None:
         for stray in (*self.folder.glob("*.partial"), *self.folder.glob("*.tmp")):
@@ -143,7 +147,8 @@ class ShardStore:
     def facts(self, planned: PlannedShard) -> ShardFacts | None:
         """The facts of a finished shard, or None when it is absent or damaged.
 
-        The size and the header are always checked; the digest only when the file was touched since it was written.
+        The size and the header are always checked; the digest only when the file has another time than it was written
+        at. (No clock is asked: that time is only compared with itself.)
         """
         path = self.path(planned.key)
         try:
@@ -160,7 +165,7 @@ class ShardStore:
         return facts if untouched and shard.metadata["key"] == planned.key else None
 
     def keep(self, key: str, problems: dict[int, Problem], agreement: Agreement) -> ShardFacts:
-        """Take a complete partial file in: fsync, digest, rename, and the facts last."""
+        """Take a complete partial file in: fsync, digest, the facts, and its name last. From then on it is finished."""
         partial, path = self.partial(key), self.path(key)
         shard = open_shard(partial)
         bounds = zip(shard.offsets, shard.offsets[1:], strict=False)
@@ -168,9 +173,10 @@ class ShardStore:
         _fsync(partial)
         state = partial.stat()
         facts = ShardFacts(digest_file(partial), state.st_size, state.st_mtime_ns, loss_tokens, problems, agreement)
-        path.with_suffix(".json").unlink(missing_ok=True)
-        partial.replace(path)
         write_file(path.with_suffix(".json"), _facts_to_json(facts))
+        if path.exists():  # a damaged one, and with hard links an object of DVC's cache, which DVC trusts if read-only
+            path.chmod(0o644)
+        partial.replace(path)
         return facts
 
 
@@ -264,7 +270,19 @@ def open_new_shard(
 def record_shards(
     recorder: StateRecorder, shards: Iterable[OpenShard], window: int, finish: Callable[[OpenShard], None]
 ) -> None:
-    """Stream shards through the engine, at most `window` samples at a time; `finish` each when all of it is done."""
+    """Stream shards through the engine, at most `window` samples at a time; `finish` each when all of it is done.
+
+    Raises ValueError when the engine fails.
+    """
+    try:
+        _stream(recorder, shards, window, finish)
+    except EngineError as error:
+        raise ValueError(f"{error}; finished shards are kept, run again to go on") from None
+
+
+def _stream(
+    recorder: StateRecorder, shards: Iterable[OpenShard], window: int, finish: Callable[[OpenShard], None]
+) -> None:
     owners: dict[int, tuple[OpenShard, int, Placement]] = {}
 
     def settle() -> None:
@@ -336,6 +354,8 @@ def require_room(folder: Path, out: Path, missing: Sequence[PlannedShard], plan:
     seen: set[int] = set()
     for place, shards in places:
         place.mkdir(parents=True, exist_ok=True)
+        if not os.access(place, os.W_OK):
+            raise ValueError(f"{place} is read-only; make it writable and run again: finished shards are kept")
         device = place.stat().st_dev
         if device not in seen:
             needs[device] = (place, sum(shard.size for shard in shards))
