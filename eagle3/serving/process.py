@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import traceback
@@ -23,6 +24,7 @@ from typing import Any
 from eagle3.console import visible
 
 GRACE_S = 10
+HANDOVER_S = 120  # for a child's interpreter to start and take its arguments
 TAIL_BYTES = 1 << 16
 PR_SET_PDEATHSIG = 1
 CACHE_HINT = "engine.cpu_kv_cache_gib sets the size of the cache on a CPU, engine.gpu_memory_utilization on a GPU"
@@ -55,6 +57,10 @@ class ParentPipe:
             raise SystemExit(0) from None
 
 
+class EngineError(ValueError):
+    """An engine failed, died or went silent. Names its log."""
+
+
 #: Runs in the child: called with a ParentPipe, then the arguments.
 Target = Callable[..., None]
 
@@ -63,7 +69,7 @@ class EngineProcess:
     """`with EngineProcess(target, arguments, environment, log_path, label) as process:` it ends with the block.
 
     target: a function of a module, or "module:function" where the parent had better not import that module. It is
-        called with a ParentPipe and the arguments. Whatever it raises reaches the parent as a ValueError.
+        called with a ParentPipe and the arguments. Whatever it raises reaches the parent as an EngineError.
     environment: variables to add to the parent's; they hold before the first import.
     """
 
@@ -91,7 +97,7 @@ class EngineProcess:
                 pass_fds=[theirs.fileno()],
             )
         try:
-            self.send((self._target, self._arguments))
+            self.send((self._target, self._arguments), HANDOVER_S)
         except BaseException:
             self.stop()
             raise
@@ -109,16 +115,21 @@ class EngineProcess:
         """The pipe's descriptor, for a selector."""
         return self._pipe.fileno()
 
-    def send(self, message: Any) -> None:
-        """Send a message to the target. Raises ValueError when the child is gone."""
+    def send(self, message: Any, timeout_s: float) -> None:
+        """Send a message to the target. Raises EngineError when the child is gone, or takes nothing for `timeout_s`."""
+        with socket.socket(fileno=os.dup(self._pipe.fileno())) as ours:
+            limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         try:
             self._pipe.send(message)
+        except BlockingIOError:
+            raise self.stalled(timeout_s) from None
         except OSError:
             self.receive(0)  # the error that it died of, if it told
             raise self._failure("ended unexpectedly") from None
 
     def receive(self, timeout_s: float) -> Any:
-        """The next message of the target. Raises ValueError on its error, its end, or `timeout_s` of silence."""
+        """The next message of the target. Raises EngineError on its error, its end, or `timeout_s` of silence."""
         try:
             if not self._pipe.poll(timeout_s):
                 raise self._failure(f"gave no answer for {timeout_s:g} s")
@@ -130,7 +141,7 @@ class EngineProcess:
             raise self._failure(f"failed: {message}{hint}", quote=False)
         return message
 
-    def stalled(self, timeout_s: float) -> ValueError:
+    def stalled(self, timeout_s: float) -> EngineError:
         """The error for a caller whose own watchdog saw no progress for `timeout_s`."""
         return self._failure(f"made no progress for {timeout_s:g} s")
 
@@ -148,15 +159,18 @@ class EngineProcess:
                 continue
         signal_group(self._process.pid, signal.SIGKILL)
 
-    def _failure(self, what: str, quote: bool = True) -> ValueError:
+    def _failure(self, what: str, quote: bool = True) -> EngineError:
         assert self._process is not None
         try:
             code = self._process.wait(1 if "ended" in what else 0)
             ended = f" (killed by {signal.Signals(-code).name})" if code < 0 else f" (exit code {code})"
+            if code == -signal.SIGKILL:
+                ended += ", as the system does when memory runs out"
         except subprocess.TimeoutExpired:
             ended = ""
         said = last_words(self.log_path) if quote else ""
-        return ValueError(f"{self.label}: {what}{ended}; log: {self.log_path}" + (f"; it ends: {said}" if said else ""))
+        told = f"{self.label}: {what}{ended}; log: {self.log_path}"
+        return EngineError(told + (f"; it ends: {said}" if said else ""))
 
 
 def start_child(

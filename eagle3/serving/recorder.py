@@ -86,7 +86,7 @@ def recording_arguments(
 
 
 class StateRecorder:
-    """A context manager around the recording engine. Every error is a ValueError that names the log.
+    """A context manager around the recording engine. Every error is an EngineError that names the log.
 
     max_pending_mib: states copied out of the engine and not yet written. stall_timeout_s: longest time without news.
     """
@@ -133,7 +133,8 @@ class StateRecorder:
 
     def submit(self, samples: Sequence[tuple[list[int], Placement]]) -> None:
         """Hand over samples: (input_ids, where their states belong)."""
-        self._process.send([(input_ids, asdict(placement)) for input_ids, placement in samples])
+        told = [(input_ids, asdict(placement)) for input_ids, placement in samples]
+        self._process.send(told, self._stall_timeout_s)
         self.outstanding += len(samples)
 
     def completions(self) -> list[Completion]:
