@@ -154,3 +154,16 @@ def test_d14_a_conflict_in_the_lock_is_resolved_without_new_work(case: Case) -> 
     case.project.commit("merged")
     assert "<<<<<<<" not in (case.folder / "dvc.lock").read_text()
     assert case.ran(case.dvc("repro")) == set()
+
+
+def test_d15_a_changed_source_of_an_imported_file_arrives_with_dvc_update(case: Case, tmp_path: Path) -> None:
+    source, imported = tmp_path / "source.jsonl", {"path": "data/prompts/imported.jsonl", "name": "imported"}
+    source.write_text('{"prompt": "as it was"}\n')
+    case.dvc("import-url", str(source), imported["path"])
+    case.project.edit([MINE, imported], {})
+    assert case.ran(case.dvc("repro", "prompts")) == {"check", "prompts"}
+    source.write_text('{"prompt": "as it is"}\n')
+    assert case.ran(case.dvc("repro", "prompts")) == set()
+    case.dvc("update", f"{imported['path']}.dvc")
+    assert case.ran(case.dvc("repro", "prompts")) == {"prompts"}
+    assert "as it is" in (case.folder / imported["path"]).read_text()
