@@ -21,7 +21,6 @@ from eagle3.digests import canonical_json, digest, digest_file, digest_tokens
 from eagle3.gates import Agreement, Problem, check_shard, evenly, judged_rows
 from eagle3.params import ExtractParams
 from eagle3.schemas import REJECTED, SCHEMA_VERSION, STATES, TOKENS
-from eagle3.serving.process import EngineError
 from eagle3.serving.recorder import Placement, StateRecorder, digest_ids
 from eagle3.shards import DTYPES, ShardLayout, begin_shard, open_shard, sample_bytes, shard_layout
 from eagle3.tables import INDEX, Account, Row, new_folder, read_parts, write_table
@@ -270,19 +269,7 @@ def open_new_shard(
 def record_shards(
     recorder: StateRecorder, shards: Iterable[OpenShard], window: int, finish: Callable[[OpenShard], None]
 ) -> None:
-    """Stream shards through the engine, at most `window` samples at a time; `finish` each when all of it is done.
-
-    Raises ValueError when the engine fails.
-    """
-    try:
-        _stream(recorder, shards, window, finish)
-    except EngineError as error:
-        raise ValueError(f"{error}; finished shards are kept, run again to go on") from None
-
-
-def _stream(
-    recorder: StateRecorder, shards: Iterable[OpenShard], window: int, finish: Callable[[OpenShard], None]
-) -> None:
+    """Stream shards through the engine, at most `window` samples at a time; `finish` each when all of it is done."""
     owners: dict[int, tuple[OpenShard, int, Placement]] = {}
 
     def settle() -> None:

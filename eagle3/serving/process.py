@@ -57,10 +57,6 @@ class ParentPipe:
             raise SystemExit(0) from None
 
 
-class EngineError(ValueError):
-    """An engine failed, died or went silent. Names its log."""
-
-
 #: Runs in the child: called with a ParentPipe, then the arguments.
 Target = Callable[..., None]
 
@@ -69,8 +65,9 @@ class EngineProcess:
     """`with EngineProcess(target, arguments, environment, log_path, label) as process:` it ends with the block.
 
     target: a function of a module, or "module:function" where the parent had better not import that module. It is
-        called with a ParentPipe and the arguments. Whatever it raises reaches the parent as an EngineError.
+        called with a ParentPipe and the arguments. Whatever it raises reaches the parent as a ValueError.
     environment: variables to add to the parent's; they hold before the first import.
+    advice: what to do after a failure; ends every error.
     """
 
     def __init__(
@@ -80,8 +77,9 @@ class EngineProcess:
         environment: Mapping[str, str],
         log_path: Path,
         label: str,
+        advice: str = "",
     ):
-        self.log_path, self.label = log_path, label
+        self.log_path, self.label, self.advice = log_path, label, advice
         self._target = target if isinstance(target, str) else f"{target.__module__}:{target.__qualname__}"
         self._arguments, self._environment = arguments, environment
         self._process: subprocess.Popen[bytes] | None = None
@@ -116,7 +114,7 @@ class EngineProcess:
         return self._pipe.fileno()
 
     def send(self, message: Any, timeout_s: float) -> None:
-        """Send a message to the target. Raises EngineError when the child is gone, or takes nothing for `timeout_s`."""
+        """Send a message to the target. Raises ValueError when the child is gone, or takes nothing for `timeout_s`."""
         with socket.socket(fileno=os.dup(self._pipe.fileno())) as ours:
             limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
@@ -129,7 +127,7 @@ class EngineProcess:
             raise self._failure("ended unexpectedly") from None
 
     def receive(self, timeout_s: float) -> Any:
-        """The next message of the target. Raises EngineError on its error, its end, or `timeout_s` of silence."""
+        """The next message of the target. Raises ValueError on its error, its end, or `timeout_s` of silence."""
         try:
             if not self._pipe.poll(timeout_s):
                 raise self._failure(f"gave no answer for {timeout_s:g} s")
@@ -141,7 +139,7 @@ class EngineProcess:
             raise self._failure(f"failed: {message}{hint}", quote=False)
         return message
 
-    def stalled(self, timeout_s: float) -> EngineError:
+    def stalled(self, timeout_s: float) -> ValueError:
         """The error for a caller whose own watchdog saw no progress for `timeout_s`."""
         return self._failure(f"made no progress for {timeout_s:g} s")
 
@@ -159,7 +157,7 @@ class EngineProcess:
                 continue
         signal_group(self._process.pid, signal.SIGKILL)
 
-    def _failure(self, what: str, quote: bool = True) -> EngineError:
+    def _failure(self, what: str, quote: bool = True) -> ValueError:
         assert self._process is not None
         try:
             code = self._process.wait(1 if "ended" in what else 0)
@@ -169,8 +167,13 @@ class EngineProcess:
         except subprocess.TimeoutExpired:
             ended = ""
         said = last_words(self.log_path) if quote else ""
-        told = f"{self.label}: {what}{ended}; log: {self.log_path}"
-        return EngineError(told + (f"; it ends: {said}" if said else ""))
+        told = [
+            f"{self.label}: {what}{ended}",
+            f"log: {self.log_path}",
+            f"it ends: {said}" if said else "",
+            self.advice,
+        ]
+        return ValueError("; ".join(filter(None, told)))
 
 
 def start_child(

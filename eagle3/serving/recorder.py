@@ -23,6 +23,7 @@ from eagle3.serving.process import EngineProcess
 from eagle3.verifier import VerifierIdentity
 
 ENGINE = "eagle3.serving.connector:run_engine"
+ADVICE = "finished shards are kept, run again to go on"
 MIB = 1 << 20
 
 
@@ -86,7 +87,7 @@ def recording_arguments(
 
 
 class StateRecorder:
-    """A context manager around the recording engine. Every error is an EngineError that names the log.
+    """A context manager around the recording engine. Every error is a ValueError that names the log.
 
     max_pending_mib: states copied out of the engine and not yet written. stall_timeout_s: longest time without news.
     """
@@ -115,7 +116,7 @@ class StateRecorder:
         self._completions = os.open(fifo, os.O_RDWR | os.O_NONBLOCK)  # also a writer: no end of file between engines
         self._unread = b""
         self._choices: dict[int, tuple[int, ...]] = {}  # of samples that are not done yet
-        self._process = EngineProcess(ENGINE, (arguments,), environment, log_path, "recording engine")
+        self._process = EngineProcess(ENGINE, (arguments,), environment, log_path, "recording engine", ADVICE)
 
     def __enter__(self) -> "StateRecorder":
         try:
