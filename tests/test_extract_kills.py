@@ -4,6 +4,7 @@ What "finished" means: the shard has its final name. A shard on its way is recor
 """
 
 import random
+import re
 import signal
 import subprocess
 import time
@@ -16,6 +17,7 @@ from benchmarks.project import Project
 from eagle3.digests import canonical_json
 from eagle3.tables import Row
 from tests.extract_runs import (
+    SIZES,
     asked,
     contents,
     engines,
@@ -28,6 +30,7 @@ from tests.extract_runs import (
 )
 from tests.stage_runs import wait_until
 from tests.test_extract import FAKE, Run
+from tests.token_tables import write_params
 
 pytestmark = pytest.mark.slow
 
@@ -119,7 +122,7 @@ class DvcProject:
         self.project = Project(run.folder.parent / "dvc")
         data = self.project.folder / "data"
         run.folder.rename(data)
-        (data / "params.yaml").rename(self.project.folder / "params.yaml")
+        write_params(self.project.folder / "params.yaml", data / "verifier", **SIZES)
         (data / "check.txt").write_text("checked\n")
         code = self.project.folder / "eagle3/serving/recorder.py"
         assert REAL_ENGINE in code.read_text()
@@ -132,20 +135,25 @@ class DvcProject:
             "PYTHONPATH": str(Path(__file__).parent.parent),
         }
 
-    def repro(self) -> "subprocess.Popen[str]":
-        return subprocess.Popen(
-            ["dvc", "repro", "--single-item", "extract"],
-            cwd=self.project.folder,
-            env=self._environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+    def repro(self) -> "subprocess.Popen[bytes]":
+        """Start `dvc repro`; it writes to a file, which an orphan can still write to."""
+        with (self.project.folder / "dvc.log").open("wb") as log:
+            return subprocess.Popen(
+                ["dvc", "repro", "--single-item", "extract"],
+                cwd=self.project.folder,
+                env=self._environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def told(self) -> str:
+        return (self.project.folder / "dvc.log").read_text()
 
     def kill_after(self, samples: int) -> list[psutil.Process]:
         """Start dvc, kill it when the engine has recorded some samples; what it leaves running."""
         dvc = self.repro()
-        wait_until(lambda: asked(self.run) >= samples)
+        wait_until(lambda: asked(self.run) >= samples or dvc.poll() is not None)
+        assert dvc.poll() is None, self.told()
         orphans = psutil.Process(dvc.pid).children(recursive=True)
         dvc.send_signal(signal.SIGKILL)
         dvc.wait()
@@ -160,9 +168,8 @@ def test_of_dvc(run: Run, expected: tuple[dict[str, str], dict[str, str]], monke
     for number in range(DVC_KILLS):
         orphans = made.kill_after(dice.randrange(1, 16))
         if number == 0:
-            again = made.repro()
-            told, _ = again.communicate()
-            assert again.returncode != 0 and "is in use by process" in told and "wait for it or end it" in told, told
+            assert made.repro().wait() != 0
+            assert re.search("is in use by process .* wait for it or end it, then run again", made.told()), made.told()
         for orphan in orphans:
             orphan.kill()
         assert psutil.wait_procs(orphans, 5)[1] == []
@@ -171,8 +178,6 @@ def test_of_dvc(run: Run, expected: tuple[dict[str, str], dict[str, str]], monke
     assert psutil.wait_procs(orphans, 120)[1] == []
     assert contents(made.run.out) == bytes_expected
     account.settle()
-    last = made.repro()
-    told, _ = last.communicate()
-    assert last.returncode == 0, told
+    assert made.repro().wait() == 0, made.told()
     assert made.run.requests() == []  # the orphan had finished all
     assert contents(made.run.out) == bytes_expected
