@@ -109,6 +109,7 @@ class ReconstructTokensParams(Section):
 
 
 class ExtractParams(Section):
+    storage: Literal["lossless", "fp8"]
     shard_min_mib: Annotated[float, Field(gt=0)]
     shard_max_mib: Annotated[float, Field(gt=0)]
     max_pending_mib: Annotated[float, Field(gt=0)]
@@ -120,6 +121,7 @@ class ExtractParams(Section):
 
 class TrainParams(Section):
     seed: int
+    warm_start: str | None
     draft_vocab_size: Positive | None
     draft_vocab_coverage: Annotated[float, Field(gt=0, le=1)]
     num_layers: Annotated[int, Field(ge=1, le=4)]
@@ -128,6 +130,8 @@ class TrainParams(Section):
     fc_norm: bool
     norm_output: bool
     freeze_lm_head: bool
+    loss: Literal["forward_kl", "hard_labels", "reverse_kl", "total_variation"]
+    acceptance_share: Share
     ttt_steps: Positive
     ttt_loss_decay: Annotated[float, Field(gt=0, le=1)]
     epochs: Positive

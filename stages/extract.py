@@ -22,6 +22,7 @@ from eagle3.hidden_states import (
     require_agreement,
     require_room,
     shard_metrics,
+    stored_dtype,
     write_hidden_states,
 )
 from eagle3.params import Params, load_params
@@ -49,7 +50,7 @@ def extract(tokens: Path, verifier: Path, hidden_states: Path, metrics: Path, pa
         say(f"extract: {len(plan)} shards, {len(facts)} of them there; {needed / 1e9:,.2f} GB to record")
         tokens_per_second = 0.0
         if missing:
-            shards = missing_shards(store, plan, set(missing), table, identity, params.extract.agreement_samples)
+            shards = missing_shards(store, plan, set(missing), table, identity, params.extract)
             total = sum(shard.tokens for shard in missing.values())
             new_facts, tokens_per_second = record(store, shards, total, identity, params)
             facts.update(new_facts)
@@ -72,6 +73,7 @@ def record(
         identity,
         folder,
         work_root() / "logs" / "extract.log",
+        dtype=stored_dtype(identity, params.extract),
         max_pending_mib=params.extract.max_pending_mib,
         stall_timeout_s=params.extract.stall_timeout_s,
     )
