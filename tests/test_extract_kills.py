@@ -130,18 +130,18 @@ class DvcProject:
         self.project.commit("settings")
         self.run = enter(data, monkeypatch)
         self._environment = self.project.environment() | {
-            "EAGLE3_FAKE": canonical_json({"seconds_each": 0.2}),
             "EAGLE3_WORK_DIR": str(data / "work"),
             "PYTHONPATH": str(Path(__file__).parent.parent),
         }
 
-    def repro(self) -> "subprocess.Popen[bytes]":
+    def repro(self, seconds_each: float = 0) -> "subprocess.Popen[bytes]":
         """Start `dvc repro`; it writes to a file, which an orphan can still write to."""
+        environment = self._environment | {"EAGLE3_FAKE": canonical_json({"seconds_each": seconds_each})}
         with (self.project.folder / "dvc.log").open("wb") as log:
             return subprocess.Popen(
                 ["dvc", "repro", "--single-item", "extract"],
                 cwd=self.project.folder,
-                env=self._environment,
+                env=environment,
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
@@ -149,9 +149,9 @@ class DvcProject:
     def told(self) -> str:
         return (self.project.folder / "dvc.log").read_text()
 
-    def kill_after(self, samples: int) -> list[psutil.Process]:
+    def kill_after(self, samples: int, seconds_each: float) -> list[psutil.Process]:
         """Start dvc, kill it when the engine has recorded some samples; what it leaves running."""
-        dvc = self.repro()
+        dvc = self.repro(seconds_each)
         wait_until(lambda: asked(self.run) >= samples or dvc.poll() is not None)
         assert dvc.poll() is None, self.told()
         orphans = psutil.Process(dvc.pid).children(recursive=True)
@@ -166,15 +166,15 @@ def test_of_dvc(run: Run, expected: tuple[dict[str, str], dict[str, str]], monke
     made = DvcProject(run, monkeypatch)
     account, dice = Account(made.run, shard_of), random.Random("dvc")
     for number in range(DVC_KILLS):
-        orphans = made.kill_after(dice.randrange(1, 16))
-        if number == 0:
+        orphans = made.kill_after(2 if number == 0 else dice.randrange(20, 60), 1 if number == 0 else 0.05)
+        if number == 0:  # beside an orphan that has two minutes of work to do
             assert made.repro().wait() != 0
             assert re.search("is in use by process .* wait for it or end it, then run again", made.told()), made.told()
         for orphan in orphans:
             orphan.kill()
         assert psutil.wait_procs(orphans, 5)[1] == []
         account.note_kill()
-    orphans = made.kill_after(1)
+    orphans = made.kill_after(1, 0.05)
     assert psutil.wait_procs(orphans, 120)[1] == []
     assert contents(made.run.out) == bytes_expected
     account.settle()

@@ -43,9 +43,9 @@ def extract_with_read_only(run: Run, folder: Path, out: Path) -> "subprocess.Com
     )
 
 
-@pytest.mark.parametrize("place", ["work", "work/extract", "outs", ".dvc/cache"])
+@pytest.mark.parametrize("place", ["work", "outs", ".dvc/cache"])
 def test_e14_a_read_only_folder_is_named_before_the_engine_starts(run: Run, place: str) -> None:
-    """The work store, its folder of shards, the folder of the out, DVC's cache."""
+    """The work store, the folder of the out, DVC's cache."""
     out = run.folder / "outs" / "hidden_states"
     done = extract_with_read_only(run, run.folder / place, out)
     assert done.returncode == 1
