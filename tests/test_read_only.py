@@ -27,7 +27,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 def extract_with_read_only(run: Run, folder: Path, out: Path) -> "subprocess.CompletedProcess[str]":
     """Run the stage where `folder` is mounted read-only."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     wrapper = namespace()
     assert wrapper is not None
     script = f'mount --bind {folder} {folder} && mount -o remount,bind,ro {folder} && exec "$@"'
@@ -47,6 +47,8 @@ def extract_with_read_only(run: Run, folder: Path, out: Path) -> "subprocess.Com
 def test_e14_a_read_only_folder_is_named_before_the_engine_starts(run: Run, place: str) -> None:
     """The work store, the folder of the out, DVC's cache."""
     out = run.folder / "outs" / "hidden_states"
+    if place == ".dvc/cache":
+        subprocess.run(["dvc", "init", "--no-scm", "--quiet"], cwd=run.folder, check=True)
     done = extract_with_read_only(run, run.folder / place, out)
     assert done.returncode == 1
     [told] = done.stderr.strip().splitlines()
