@@ -6,6 +6,7 @@ alone (content-defined boundaries), so an unchanged stretch of the table is neve
 
 import json
 import os
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
@@ -119,13 +120,15 @@ def plan_shards(
 
 
 class ShardStore:
-    """Finished shards in the work folder: <key>.safetensors, and <key>.json written after it.
+    """Finished shards in the work folder: <key>.safetensors, and <key>.json, which is there before it.
 
-    A context manager: what an interrupted run left half done is removed at both ends.
+    A context manager: what an interrupted run left half done is removed at both ends. Partial files have names of this
+    run, so that an engine that outlives the run before finds none to write to.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
+        self._run = secrets.token_hex(4)
 
     def __enter__(self) -> "ShardStore":
         self._sweep()
@@ -138,7 +141,7 @@ class ShardStore:
         return self.folder / f"{key}.safetensors"
 
     def partial(self, key: str) -> Path:
-        return self.folder / f"{key}.partial"
+        return self.folder / f"{key}.{self._run}.partial"
 
     def _sweep(self) -> None:
         for stray in (*self.folder.glob("*.partial"), *self.folder.glob("*.tmp")):
@@ -147,7 +150,8 @@ class ShardStore:
     def facts(self, planned: PlannedShard) -> ShardFacts | None:
         """The facts of a finished shard, or None when it is absent or damaged.
 
-        The size and the header are always checked; the digest only when the file was touched since it was written.
+        The size and the header are always checked; the digest only when the file has another time than it was written
+        at. (No clock is asked: that time is only compared with itself.)
         """
         path = self.path(planned.key)
         try:
@@ -164,7 +168,7 @@ class ShardStore:
         return facts if untouched and shard.metadata["key"] == planned.key else None
 
     def keep(self, key: str, problems: dict[int, Problem], agreement: Agreement) -> ShardFacts:
-        """Take a complete partial file in: fsync, digest, rename, and the facts last."""
+        """Take a complete partial file in: fsync, digest, the facts, and its name last. From then on it is finished."""
         partial, path = self.partial(key), self.path(key)
         shard = open_shard(partial)
         bounds = zip(shard.offsets, shard.offsets[1:], strict=False)
@@ -172,9 +176,10 @@ class ShardStore:
         _fsync(partial)
         state = partial.stat()
         facts = ShardFacts(digest_file(partial), state.st_size, state.st_mtime_ns, loss_tokens, problems, agreement)
-        path.with_suffix(".json").unlink(missing_ok=True)
-        partial.replace(path)
         write_file(path.with_suffix(".json"), _facts_to_json(facts))
+        if path.exists():  # a damaged one, and with hard links an object of DVC's cache, which DVC trusts if read-only
+            path.chmod(0o644)
+        partial.replace(path)
         return facts
 
 

@@ -153,11 +153,18 @@ def shortage(filesystem: Filesystem, storage: Storage) -> str:
 
 
 def require_room(work: Path, out: Path, missing: Iterable[Sized], plan: Sequence[Sized], storage: Storage) -> int:
-    """Bytes that recording will write; raises ValueError when a filesystem has not enough room for what follows."""
+    """Bytes that recording will write; raises ValueError when what follows has no room or may not be written."""
     tracked = open_tracked()
     cache = find_cache(tracked)
     volume = measure_volume(plan, missing, tracked, cache, out)
-    for filesystem in filesystems(lay_out(work, out.absolute(), cache, volume), freed=0):
+    places = lay_out(work, out.absolute(), cache, volume)
+    for place in places:
+        near = _existing(place.path.parent if place.name == OUT else place.path)
+        if not os.access(near, os.W_OK):
+            raise ValueError(
+                f"{near} ({place.name}) is read-only; make it writable and run again: finished shards are kept"
+            )
+    for filesystem in filesystems(places, freed=0):
         if not filesystem.fits:
             raise ValueError(shortage(filesystem, storage))
     return volume.missing
