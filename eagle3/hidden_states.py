@@ -4,6 +4,7 @@ A shard is one unit of work. Its key hashes everything that decides its values; 
 alone (content-defined boundaries), so an unchanged stretch of the table is never recorded twice.
 """
 
+import contextlib
 import json
 import os
 import secrets
@@ -177,8 +178,8 @@ class ShardStore:
         state = partial.stat()
         facts = ShardFacts(digest_file(partial), state.st_size, state.st_mtime_ns, loss_tokens, problems, agreement)
         write_file(path.with_suffix(".json"), _facts_to_json(facts))
-        if path.exists():  # a damaged one, and with hard links an object of DVC's cache, which DVC trusts if read-only
-            path.chmod(0o644)
+        with contextlib.suppress(FileNotFoundError, PermissionError):  # absent as a rule, or another user's
+            path.chmod(0o644)  # damaged, and with hard links an object of DVC's cache, which trusts what is read-only
         partial.replace(path)
         return facts
 
