@@ -28,7 +28,7 @@ class Text:
     loss_mask: list[bool]
 
 
-def verifier_params(folder: Path) -> VerifierParams:
+def verifier_params(folder: Path, aux_layer_ids: list[int] | None = None) -> VerifierParams:
     return VerifierParams(
         model=str(folder),
         revision=None,
@@ -36,7 +36,7 @@ def verifier_params(folder: Path) -> VerifierParams:
         chat_template=None,
         dtype="float32",
         max_model_len=256,
-        aux_layer_ids=None,
+        aux_layer_ids=aux_layer_ids,
     )
 
 
