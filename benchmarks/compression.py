@@ -2,11 +2,12 @@
 
     python -m benchmarks.compression [HIDDEN_STATES] [--mib 256] [--levels 1 3]
 
-Takes real shards (default data/hidden_states) of 2-byte values, evenly spread pieces of their state tensors, and
-compresses each piece as it lies and split into planes (all low bytes, then all high bytes), on one core. The last line
-of output is one JSON object: for each level the bytes of original per byte compressed (`ratio`), by plane and tensor,
-and MB of original per second for compressing and restoring, splitting and merging included. Then what the disk of the
-folder writes and reads by itself, for comparison.
+Takes real shards (default data/hidden_states) of 2-byte values. Each tensor of a sample is compressed for itself, so
+that a sample can still be read alone: as it lies (`whole`), and split into planes (`low`: all low bytes, `high`: all
+high bytes, `planes`: both together). On one core. The last line of output is one JSON object: for each level the bytes
+of original per byte compressed (`ratio`) by plane and tensor, and MB of original per second of processor time for
+compressing and restoring (`planes` with splitting and merging). Then what the disk of the folder writes and reads by
+itself, for comparison.
 """
 
 import argparse
@@ -28,8 +29,6 @@ from benchmarks.project import ROOT
 from eagle3.shards import open_shard, tensor_bytes
 
 MIB = 1 << 20
-PIECE = 4 * MIB
-TENSORS = ("aux_hidden_states", "last_hidden_states")
 
 
 @dataclass
@@ -82,48 +81,44 @@ def main() -> None:
 
 
 def pieces(shards: list[Path], size: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Pieces of the state tensors, uint8 [PIECE // 2, 2] (low byte first): about `size` bytes in all."""
-    total = sum(path.stat().st_size for path in shards)
-    step = max(1, total // size)
+    """Evenly chosen samples of about `size` bytes in all: each tensor's name and its bytes, uint8 [values, 2]."""
+    step = max(1, sum(path.stat().st_size for path in shards) // size)
     for path in shards:
         shard = open_shard(path)
-        for name in TENSORS:
-            tensor = {"aux_hidden_states": shard.aux_hidden_states, "last_hidden_states": shard.last_hidden_states}[
-                name
-            ]
-            if tensor.element_size() != 2:
-                raise SystemExit(f"{path}: {tensor.dtype}; only values of 2 bytes are measured")
-            values = np.frombuffer(tensor_bytes(tensor), dtype=np.uint8)
-            for start in range(0, len(values) - PIECE + 1, PIECE * step):
-                yield name, values[start : start + PIECE].copy().reshape(-1, 2)
+        for position in range(0, len(shard), step):
+            sample = shard.sample(position)
+            for name, states in (("aux", sample.aux_hidden_states), ("last", sample.last_hidden_states)):
+                if states.element_size() != 2:
+                    raise SystemExit(f"{path}: {states.dtype}; only values of 2 bytes are measured")
+                yield name, np.frombuffer(tensor_bytes(states), dtype=np.uint8).reshape(-1, 2)
 
 
 def compress(piece: np.ndarray, level: int) -> dict[str, Tally]:
-    """Of one piece: as it lies (`whole`), each plane (`low`, `high`), both with splitting and merging (`planes`)."""
+    """Of one piece, by the names of the module's docstring. The first byte of a pair is the low one."""
     codec = pa.Codec("zstd", compression_level=level)
     raw = piece.tobytes()
     whole, back = _timed(codec, raw)
     assert back == raw
-    started = time.perf_counter()
+    started = time.process_time()
     split = [np.ascontiguousarray(piece[:, plane]).tobytes() for plane in range(2)]
-    split_s = time.perf_counter() - started
+    split_s = time.process_time() - started
     low, high = (_timed(codec, plane) for plane in split)
-    started = time.perf_counter()
+    started = time.process_time()
     merged = np.empty_like(piece)
     for plane, (_, bytes_back) in enumerate((low, high)):
         merged[:, plane] = np.frombuffer(bytes_back, dtype=np.uint8)
-    merge_s = time.perf_counter() - started
+    merge_s = time.process_time() - started
     assert np.array_equal(merged, piece)
     both = low[0] + high[0] + Tally(compress_s=split_s, restore_s=merge_s)
     return {"whole": whole, "low": low[0], "high": high[0], "planes": both}
 
 
 def _timed(codec: pa.Codec, raw: bytes) -> tuple[Tally, bytes]:
-    started = time.perf_counter()
+    started = time.process_time()
     small = codec.compress(raw, asbytes=True)
-    compressed = time.perf_counter()
+    compressed = time.process_time()
     back = codec.decompress(small, len(raw), asbytes=True)
-    return Tally(len(raw), len(small), compressed - started, time.perf_counter() - compressed), back
+    return Tally(len(raw), len(small), compressed - started, time.process_time() - compressed), back
 
 
 def disk_rates(shards: list[Path], folder: Path) -> dict[str, float]:

@@ -96,12 +96,14 @@ def main() -> None:
 
 
 def in_turns(rounds: int, *arms: Callable[[], float]) -> list[list[float]]:
-    """Seconds of each arm in each round; the order alternates."""
+    """Seconds of each arm in each round; the order alternates. A round before the first one is not counted."""
+    for arm in arms:
+        arm()
     seconds: list[list[float]] = [[] for _ in arms]
     for number in range(rounds):
         order = range(len(arms)) if number % 2 else reversed(range(len(arms)))
-        for arm in order:
-            seconds[arm].append(arms[arm]())
+        for place in order:
+            seconds[place].append(arms[place]())
         print(f"round {number + 1}: {', '.join(f'{told[-1]:.2f} s' for told in seconds)}", flush=True)
     return seconds
 

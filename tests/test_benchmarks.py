@@ -24,7 +24,7 @@ def test_a_ratio_of_rates_is_the_inverse_of_that_of_seconds() -> None:
 def test_the_order_of_arms_alternates() -> None:
     calls: list[str] = []
     seconds = store.in_turns(2, lambda: calls.append("a") or 1.0, lambda: calls.append("b") or 2.0)
-    assert calls == ["b", "a", "a", "b"]
+    assert calls == ["a", "b", "b", "a", "a", "b"]  # the first two warm up
     assert seconds == [[1.0, 1.0], [2.0, 2.0]]
 
 

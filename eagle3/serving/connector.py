@@ -232,10 +232,11 @@ class StateWriter:
 
     def _rows(self, request: FinishedRequest) -> tuple[torch.Tensor, torch.Tensor]:
         """The request's rows, contiguous and on the cache's device: aux [T, A, H] and last [T, H]."""
-        blocks = torch.tensor(request.blocks, device=self._cache.device)
-        rows = self._cache[blocks].transpose(1, 2).flatten(0, 1)[: request.placement.length]  # [T, A + 1, H]
-        assert len(rows) == request.placement.length
-        return rows[:, :-1].contiguous(), rows[:, -1].contiguous()
+        blocks, length = torch.tensor(request.blocks, device=self._cache.device), request.placement.length
+        rows = self._cache.transpose(1, 2)  # [blocks, block size, A + 1, H]; a view, so that each value is copied once
+        aux, last = (part.index_select(0, blocks).flatten(0, 1) for part in (rows[:, :, :-1], rows[:, :, -1]))
+        assert length <= len(last)
+        return aux[:length], last[:length]
 
     def _write(self, copy: _Copy) -> None:
         try:
