@@ -20,7 +20,7 @@ from eagle3.draft.data import (
     shift,
 )
 from eagle3.reasoning import NO_MARKERS
-from eagle3.shards import Sample
+from eagle3.shards import Sample, Shard
 from eagle3.verifier import VerifierIdentity
 from tests.draft_data import Text, write_states
 
@@ -175,6 +175,17 @@ def test_the_stream_gives_the_groups_in_order_and_passes_errors_on(tmp_path: Pat
     lost = dataclasses.replace(refs[0], shard="absent.safetensors")
     with BatchStream(tmp_path, iter([[[lost]]]), 3) as stream, pytest.raises(ValueError, match="no such shard"):
         list(stream)
+
+
+def test_the_disk_is_asked_for_samples_before_they_are_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_corpus(tmp_path, [make_text(number, 12, 6) for number in range(5)])
+    refs = read_corpus(tmp_path, VERIFIER).train
+    told: list[str] = []
+    monkeypatch.setattr(Shard, "prefetch", lambda shard, position: told.append("ask"))
+    monkeypatch.setattr(data, "load_batch", lambda folder, given, steps: told.append("load"))
+    with BatchStream(tmp_path, iter([[[ref]] for ref in refs]), 3) as stream:
+        assert len(list(stream)) == 5
+    assert told == ["ask", "ask", "ask", "load", "ask", "load", "ask", "load", "load", "load"]
 
 
 def test_leaving_the_stream_early_ends_its_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,7 @@
 """Shards: what is written is read back; the file is plain safetensors; damage is named."""
 
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -7,6 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from benchmarks.disk import drop_from_cache
 from eagle3.shards import DTYPES, Sample, begin_shard, open_shard, sample_bytes, shard_layout, write_shard
 
 LAYERS, HIDDEN = 3, 8
@@ -86,6 +89,31 @@ def test_reading_copies_nothing(shard: Path) -> None:
     assert opened.sample(1).aux_hidden_states.untyped_storage().data_ptr() == (
         opened.aux_hidden_states.untyped_storage().data_ptr()
     )
+
+
+def cached(path: Path, start: int, size: int) -> bool:
+    """Whether these bytes can be read without asking the disk."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        return os.preadv(file, [bytearray(size)], start, os.RWF_NOWAIT) == size
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(file)
+
+
+def test_prefetching_a_sample_brings_its_states_into_memory_and_changes_none(tmp_path: Path) -> None:
+    path, samples = tmp_path / "a.safetensors", make_samples([10_000, 0, 600_000])
+    write_shard(path, samples, metadata())
+    drop_from_cache([path])
+    shard = open_shard(path)
+    for position in range(3):
+        shard.prefetch(position)
+    deadline = time.monotonic() + 30
+    while not cached(path, 20 << 20, 4 << 20) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert cached(path, 20 << 20, 4 << 20)  # opening alone reads only the beginning
+    assert all(same(shard.sample(position), sample) for position, sample in enumerate(samples))
 
 
 def test_layout_says_where_everything_goes(tmp_path: Path) -> None:
