@@ -23,6 +23,7 @@ from eagle3.schemas import SCHEMA_VERSION, SHARD_METADATA, SHARD_TENSORS
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 MAX_HEADER = 1 << 20
 _ALIGNMENT = 64
+_READ_AHEAD = 128 << 10  # Linux reads no more at one asking than a device's limits, and this is the least of them
 _NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
 _NAMES = {
@@ -192,9 +193,9 @@ class Shard:
         first, end = self.offsets[position], self.offsets[position + 1]
         for name, place in self._places.items():
             if name != "offsets" and first < end:
-                start = place.start + first * place.row_bytes
-                aligned = start - start % mmap.PAGESIZE
-                self._data.madvise(mmap.MADV_WILLNEED, aligned, place.start + end * place.row_bytes - aligned)
+                start, stop = place.start + first * place.row_bytes, place.start + end * place.row_bytes
+                for piece in range(start - start % mmap.PAGESIZE, stop, _READ_AHEAD):
+                    self._data.madvise(mmap.MADV_WILLNEED, piece, min(_READ_AHEAD, stop - piece))
 
 
 def open_shard(path: Path) -> Shard:

@@ -1,6 +1,7 @@
 """Shards: what is written is read back; the file is plain safetensors; damage is named."""
 
-import os
+import ctypes
+import mmap
 import time
 from pathlib import Path
 
@@ -91,15 +92,14 @@ def test_reading_copies_nothing(shard: Path) -> None:
     )
 
 
-def cached(path: Path, start: int, size: int) -> bool:
-    """Whether these bytes can be read without asking the disk."""
-    file = os.open(path, os.O_RDONLY)
-    try:
-        return os.preadv(file, [bytearray(size)], start, os.RWF_NOWAIT) == size
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(file)
+def resident(path: Path, start: int, size: int) -> bool:
+    """Whether this part of a file, in whole pages, lies in the page cache."""
+    with path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    pages = (ctypes.c_ubyte * (size // mmap.PAGESIZE))()
+    address = ctypes.addressof(ctypes.c_char.from_buffer(mapped, start))
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), pages) == 0
+    return all(page & 1 for page in pages)
 
 
 def test_prefetching_a_sample_brings_its_states_into_memory_and_changes_none(tmp_path: Path) -> None:
@@ -110,9 +110,9 @@ def test_prefetching_a_sample_brings_its_states_into_memory_and_changes_none(tmp
     for position in range(3):
         shard.prefetch(position)
     deadline = time.monotonic() + 30
-    while not cached(path, 20 << 20, 4 << 20) and time.monotonic() < deadline:
+    while not resident(path, 20 << 20, 4 << 20) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert cached(path, 20 << 20, 4 << 20)  # opening alone reads only the beginning
+    assert resident(path, 20 << 20, 4 << 20)  # opening alone reads only the beginning
     assert all(same(shard.sample(position), sample) for position, sample in enumerate(samples))
 
 
