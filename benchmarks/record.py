@@ -1,21 +1,23 @@
 """What recording hidden states costs: tokens per second against plain prefill in the same engine without recording.
 
-    python -m benchmarks.record [TOKENS VERIFIER_JSON PARAMS] [--samples 200] [--pairs 3]
-    python -m benchmarks.record --tiny-kimi [--samples 2000] [--pairs 3]
+    python -m benchmarks.record [TOKENS VERIFIER_JSON PARAMS] [--samples 96] [--pairs 8]
+    python -m benchmarks.record --tiny-kimi [--samples 512] [--pairs 8]
 
-Both arms read the first samples of a token table with the same engine arguments, but for those that make vLLM record;
-each in an engine of its own, one engine at a time, in pairs whose order alternates. Ours is the stage's own machinery
-from beginning the first shard to keeping the last one: gates, digests and fsync included, the engine's start left out.
-The last line of output is one JSON object; ratio_to_prefill is the median over the pairs and should be 0.9 or more.
+Two engines are resident, with the same engine arguments but for those that make vLLM record; one is stopped while the
+other runs. In each pair both read the same first samples of a token table, in an order that alternates; a pair before
+the first one is not counted. Ours is the machinery of the stage, from beginning the first shard to keeping the last
+one: gates, digests and fsync included. The last line of output is one JSON object; ratio_to_prefill is the median over
+the pairs and should be 0.9 or more.
 
 --tiny-kimi: instead of the default run's table, answers of the tests' small DeepSeek-V3 verifier (MLA, MoE, float32).
 """
 
 import argparse
 import json
-import os
+import signal
 import statistics
 import tempfile
+import time
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -25,16 +27,30 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.project import ROOT
-from eagle3.hidden_states import RECORDING, ShardStore, TokenTable, missing_shards, plan_shards
+from eagle3.hidden_states import (
+    RECORDING,
+    OpenShard,
+    ShardStore,
+    TokenTable,
+    finish_shard,
+    missing_shards,
+    plan_shards,
+    record_shards,
+)
 from eagle3.params import Params, load_params
 from eagle3.schemas import TOKENS
 from eagle3.serving.engine import in_process_environment
-from eagle3.serving.process import EngineProcess
-from eagle3.serving.recorder import recording_arguments
+from eagle3.serving.process import EngineProcess, signal_group
+from eagle3.serving.recorder import StateRecorder, recording_arguments
 from eagle3.tables import Account, Row, read_parts
-from eagle3.verifier import VerifierIdentity, identify_verifier, locate_verifier, read_identity
-from eagle3.workstore import work_folder
-from stages.extract import record
+from eagle3.verifier import (
+    HeadWeights,
+    VerifierIdentity,
+    identify_verifier,
+    load_head,
+    locate_verifier,
+    read_identity,
+)
 from tests.tiny_kimi import ORDINARY, build_tiny_kimi
 from tests.token_tables import token_row, write_tokens
 
@@ -48,6 +64,7 @@ class Work:
     """What both arms read."""
 
     params: Params
+    folder: Path  # of the verifier
     identity: VerifierIdentity
     table: TokenTable
 
@@ -58,24 +75,41 @@ def main() -> None:
     parser.add_argument("verifier", type=Path, nargs="?", default=ROOT / "data/verifier.json", metavar="VERIFIER_JSON")
     parser.add_argument("params", type=Path, nargs="?", default=ROOT / "params.yaml", metavar="PARAMS")
     parser.add_argument("--tiny-kimi", action="store_true")
-    parser.add_argument("--samples", type=int, default=200)
-    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--samples", type=int, help="in each round; 96, or 512 for the tiny Kimi")
+    parser.add_argument("--pairs", type=int, default=8)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         if given.tiny_kimi:
-            work = kimi_work(folder, given.samples)
+            work = kimi_work(folder, given.samples or 512)
         else:
-            work = table_work(folder, given.tokens, given.verifier, load_params(given.params), given.samples)
-        samples = [list(row["input_ids"]) for row in work.table.rows(RECORDING)]
-        tokens = sum(map(len, samples))
-        rates: dict[str, list[float]] = {"prefill": [], "record": []}
-        for pair in range(given.pairs):
+            work = table_work(folder, given.tokens, given.verifier, load_params(given.params), given.samples or 96)
+        rates, tokens = compare(work, folder, given.pairs)
+        print(json.dumps(numbers(rates) | {"verifier": work.identity.name, "tokens": tokens}))
+
+
+def compare(work: Work, folder: Path, pairs: int) -> tuple[dict[str, list[float]], int]:
+    """Tokens per second of each run of an arm, and the tokens of a run."""
+    samples = [list(row["input_ids"]) for row in work.table.rows(RECORDING)]
+    tokens = sum(map(len, samples))
+    rates: dict[str, list[float]] = {"prefill": [], "record": []}
+    with plain_engine(work, folder) as prefill, recording_engine(work, folder) as recorder:
+        head = load_head(work.folder)
+        torch.set_num_threads(1)  # as the stage does: the engines have all cores
+        prefill.receive(PATIENCE_S)
+        signal_group(prefill.pid, signal.SIGSTOP)
+        for pair in range(-1, pairs):
             for arm in ("prefill", "record") if pair % 2 == 0 else ("record", "prefill"):
-                rate = tokens / run_prefill(work, samples) if arm == "prefill" else run_record(work)
-                rates[arm].append(rate)
-                print(f"{arm}: {tokens:,} tokens, {rate:,.1f} tokens/s", flush=True)
-        print(json.dumps(numbers(rates) | {"verifier": work.identity.name, "samples": len(samples), "tokens": tokens}))
+                ours, other = (prefill, recorder._process)[:: 1 if arm == "prefill" else -1]
+                signal_group(other.pid, signal.SIGSTOP)
+                signal_group(ours.pid, signal.SIGCONT)
+                seconds = run_prefill(prefill, samples) if arm == "prefill" else run_record(recorder, work, head)
+                if pair >= 0:
+                    rates[arm].append(tokens / seconds)
+                    print(f"{arm}: {tokens:,} tokens, {tokens / seconds:,.1f} tokens/s", flush=True)
+        for process in (prefill, recorder._process):
+            signal_group(process.pid, signal.SIGCONT)
+    return rates, tokens
 
 
 def numbers(rates: dict[str, list[float]]) -> dict[str, Any]:
@@ -93,7 +127,8 @@ def table_work(folder: Path, tokens: Path, verifier: Path, params: Params, sampl
     """The first samples of a token table."""
     rows: list[Row] = list(islice(read_parts(tokens, TOKENS), samples))
     limit = params.verifier.max_model_len
-    return Work(params, read_identity(verifier), TokenTable(write_tokens(folder / "tokens", rows), limit))
+    table = TokenTable(write_tokens(folder / "tokens", rows), limit)
+    return Work(params, locate_verifier(params.verifier), read_identity(verifier), table)
 
 
 def kimi_work(folder: Path, samples: int) -> Work:
@@ -104,7 +139,8 @@ def kimi_work(folder: Path, samples: int) -> Work:
     changes = {"model": str(model), "dtype": "float32", "max_model_len": length}
     params = params.model_copy(update={"verifier": params.verifier.model_copy(update=changes)})
     table = write_tokens(folder / "tokens", sampled_rows(model, samples))
-    return Work(params, identify_verifier(params.verifier, params.reasoning), TokenTable(table, length))
+    identity = identify_verifier(params.verifier, params.reasoning)
+    return Work(params, model, identity, TokenTable(table, length))
 
 
 def sampled_rows(folder: Path, count: int) -> list[Row]:
@@ -122,38 +158,54 @@ def sampled_rows(folder: Path, count: int) -> list[Row]:
     return rows[:count]
 
 
-def run_prefill(work: Work, samples: list[list[int]]) -> float:
-    """Seconds of the engine without recording."""
-    folder = locate_verifier(work.params.verifier)
-    arguments = recording_arguments(work.params.verifier, work.params.engine, work.identity, folder, {})
+def plain_engine(work: Work, folder: Path) -> EngineProcess:
+    """The engine without recording."""
+    arguments = recording_arguments(work.params.verifier, work.params.engine, work.identity, work.folder, {})
     plain = {name: value for name, value in arguments.items() if name not in RECORDING_ONLY}
     environment = in_process_environment(work.params.engine) | {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
-    with tempfile.TemporaryDirectory() as temporary:
-        log = Path(temporary) / "prefill.log"
-        with EngineProcess(
-            "benchmarks.plain_prefill:prefill", (plain, samples), environment, log, "prefill"
-        ) as process:
-            seconds: float = process.receive(PATIENCE_S)
+    log = folder / "prefill.log"
+    return EngineProcess("benchmarks.plain_prefill:prefill", (plain,), environment, log, "prefill")
+
+
+def recording_engine(work: Work, folder: Path) -> StateRecorder:
+    """The stage's own."""
+    return StateRecorder(
+        work.params.verifier,
+        work.params.engine,
+        work.identity,
+        work.folder,
+        folder / "record.log",
+        max_pending_mib=work.params.extract.max_pending_mib,
+        stall_timeout_s=work.params.extract.stall_timeout_s,
+    )
+
+
+def run_prefill(engine: EngineProcess, samples: list[list[int]]) -> float:
+    """Seconds of the engine without recording."""
+    engine.send(samples)
+    seconds: float = engine.receive(PATIENCE_S)
     return seconds
 
 
-def run_record(work: Work) -> float:
-    """Tokens per second of the stage's machinery with an empty work store."""
-    with tempfile.TemporaryDirectory() as temporary:
-        os.environ["EAGLE3_WORK_DIR"] = temporary
-        try:
-            with work_folder("extract") as folder, ShardStore(folder) as store:
-                plan = plan_shards(work.table, work.identity, work.params.extract, Account("extract", 0))
-                keys = {shard.key for shard in plan}
-                judged = work.params.extract.agreement_samples
-                shards = missing_shards(store, plan, keys, work.table, work.identity, judged)
-                total = sum(shard.tokens for shard in plan)
-                facts, rate = record(store, shards, total, work.identity, work.params)
-        finally:
-            del os.environ["EAGLE3_WORK_DIR"]
-    if problems := [problem for found in facts.values() for problem in found.problems.values()]:
-        print(f"record: {len(problems)} samples failed a gate, first: {problems[0]}", flush=True)
-    return rate
+def run_record(recorder: StateRecorder, work: Work, head: HeadWeights) -> float:
+    """Seconds of the stage's machinery with an empty work store."""
+    extract, faults = work.params.extract, 0
+
+    with tempfile.TemporaryDirectory() as temporary, ShardStore(Path(temporary)) as store:
+
+        def finish(shard: OpenShard) -> None:
+            nonlocal faults
+            faults += len(finish_shard(store, shard, work.identity, head, extract).problems)
+
+        plan = plan_shards(work.table, work.identity, extract, Account("extract", 0))
+        keys = {shard.key for shard in plan}
+        started = time.monotonic()
+        shards = missing_shards(store, plan, keys, work.table, work.identity, extract.agreement_samples)
+        record_shards(recorder, shards, 2 * work.params.engine.max_num_seqs, finish)
+        seconds = time.monotonic() - started
+    if faults:
+        print(f"record: {faults} samples failed a gate", flush=True)
+    return seconds
 
 
 if __name__ == "__main__":
