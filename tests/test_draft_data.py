@@ -156,10 +156,12 @@ def test_nothing_to_train_on_is_said(tmp_path: Path) -> None:
         read_corpus(tmp_path, VERIFIER)
 
 
-def test_states_that_are_not_finite_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
+@pytest.mark.parametrize("states", ["aux_hidden_states", "last_hidden_states"])
+def test_states_that_are_not_finite_are_named(tmp_path: Path, states: str, value: str) -> None:
     text = make_text(0, 9, 4)
     sample = make_sample(text)
-    sample.last_hidden_states[3, 1] = float("inf")
+    vars(sample)[states][3, 1] = float(value)
     write_states(tmp_path, [text], [sample], VERIFIER)
     with pytest.raises(ValueError, match=r"states-0000.*sample s0 has states that are not finite"):
         load_batch(tmp_path, read_corpus(tmp_path, VERIFIER).train, 3)
