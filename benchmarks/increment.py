@@ -80,8 +80,7 @@ def run(project: Project, settings: dict[str, Any], prompts: int) -> State:
     project.edit([SOURCE], settings)
     seconds = project.repro(STAGES)
     project.run("dvc", "push", "--quiet", "data/hidden_states")
-    remote = project.folder.parent / "eagle3-dvc-remote"
-    objects = {str(found): found.stat().st_size for found in remote.rglob("*") if found.is_file()}
+    objects = remote_objects(project.folder.parent / "eagle3-dvc-remote")
     index = list(read_table(project.folder / "data/hidden_states" / INDEX, STATES))
     state = State(index, project.metrics("extract"), seconds, objects)
     print(f"{prompts} prompts: {seconds}, {len(shard_bytes(index))} shards, {len(objects)} objects", flush=True)
@@ -111,6 +110,11 @@ def numbers(first: State, second: State) -> dict[str, Any]:
         "first": {"shards": len(known), "bytes": sum(known.values()), "objects": len(first.remote)},
         "stage_seconds": [first.seconds, second.seconds],
     }
+
+
+def remote_objects(remote: Path) -> dict[str, int]:
+    """Bytes of each file of a local DVC remote."""
+    return {str(path): path.stat().st_size for path in remote.rglob("*") if path.is_file()}
 
 
 def shard_bytes(index: list[Row]) -> dict[str, int]:

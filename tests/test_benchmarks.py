@@ -1,12 +1,19 @@
 """The arithmetic of the benchmarks: what they print follows from what they timed."""
 
+import json
+import random
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from benchmarks import compression, increment, record, scale, store
-from eagle3.tables import Row
+from eagle3.schemas import STATES
+from eagle3.tables import INDEX, Row, read_table
+from tests.dvc_project import make_project
+from tests.test_extract import Run, make_row
 
 
 def test_recording_is_compared_pair_by_pair() -> None:
@@ -50,6 +57,29 @@ def test_an_increment_is_measured_by_the_shards_that_are_new() -> None:
     assert not found["holds"]
 
 
+def test_dvc_uploads_the_new_shards_the_index_and_the_list_of_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = make_project(tmp_path / "project", monkeypatch)  # its samples are the first of these
+    choice = random.Random(0)
+    rows = [make_row(choice) for _ in range(44)]
+
+    def pushed() -> increment.State:
+        for words in (["commit", "--quiet", "--force"], ["push", "--quiet", "data/hidden_states"]):
+            subprocess.run(["dvc", *words], cwd=project, check=True)
+        index = list(read_table(project / "data/hidden_states" / INDEX, STATES))
+        metrics = json.loads((project / "data/metrics.json").read_text())
+        return increment.State(index, metrics, {}, increment.remote_objects(tmp_path / "remote"))
+
+    first = pushed()
+    Run(project / "data", monkeypatch).extract(rows)
+    found = increment.numbers(first, pushed())
+    assert 0 < found["new_shards"]["count"] < found["first"]["shards"]
+    assert found["pushed"]["objects"] == found["new_shards"]["count"] + 2
+    assert found["new_shards"]["bytes"] < found["pushed"]["bytes"] < found["new_shards"]["bytes"] + 100_000
+    assert found["sample_share"] == 4 / 40
+
+
 @pytest.mark.parametrize(
     ("change", "holds"),
     [({}, True), ({"write_mb": 401.0}, False), ({"read_seconds": 113.0}, False), ({"files": 101}, False)],
@@ -64,8 +94,8 @@ def test_what_grows_or_bends_does_not_hold(change: dict[str, float], holds: bool
 
 
 def test_planes_that_repeat_compress_and_noise_does_not() -> None:
-    random = np.random.default_rng(0)
-    piece = np.stack([random.integers(0, 256, 100_000), np.full(100_000, 60)], axis=1).astype(np.uint8)
+    noise = np.random.default_rng(0)
+    piece = np.stack([noise.integers(0, 256, 100_000), np.full(100_000, 60)], axis=1).astype(np.uint8)
     found = compression.compress(piece, 1)
     assert found["high"].numbers()["ratio"] > 1000
     assert found["low"].numbers()["ratio"] == pytest.approx(1, abs=0.01)
