@@ -9,6 +9,7 @@ import json
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -174,9 +175,12 @@ class ShardStore:
         shard = open_shard(partial)
         bounds = zip(shard.offsets, shard.offsets[1:], strict=False)
         loss_tokens = tuple(int(shard.loss_mask[start:end].sum()) for start, end in bounds)
-        _fsync(partial)
+        with ThreadPoolExecutor(1, "fsync") as threads:
+            written = threads.submit(_fsync, partial)
+            sha256 = digest_file(partial)  # while the disk is busy
+            written.result()
         state = partial.stat()
-        facts = ShardFacts(digest_file(partial), state.st_size, state.st_mtime_ns, loss_tokens, problems, agreement)
+        facts = ShardFacts(sha256, state.st_size, state.st_mtime_ns, loss_tokens, problems, agreement)
         write_file(path.with_suffix(".json"), _facts_to_json(facts))
         with contextlib.suppress(FileNotFoundError, PermissionError):  # absent as a rule, or another user's
             path.chmod(0o644)  # damaged, and with hard links an object of DVC's cache, which trusts what is read-only

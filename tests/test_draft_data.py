@@ -24,7 +24,7 @@ from eagle3.draft.data import (
 )
 from eagle3.reasoning import NO_MARKERS
 from eagle3.schemas import STATES
-from eagle3.shards import Sample, open_shard
+from eagle3.shards import Sample, Shard, open_shard
 from eagle3.tables import INDEX, read_table, write_table
 from eagle3.verifier import VerifierIdentity
 from tests.draft_data import Text, write_states
@@ -162,10 +162,12 @@ def test_nothing_to_train_on_is_said(tmp_path: Path) -> None:
         read_corpus(tmp_path, VERIFIER)
 
 
-def test_states_that_are_not_finite_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
+@pytest.mark.parametrize("states", ["aux_hidden_states", "last_hidden_states"])
+def test_states_that_are_not_finite_are_named(tmp_path: Path, states: str, value: str) -> None:
     text = make_text(0, 9, 4)
     sample = make_sample(text)
-    sample.last_hidden_states[3, 1] = float("inf")
+    vars(sample)[states][3, 1] = float(value)
     write_states(tmp_path, [text], [sample], VERIFIER)
     with pytest.raises(ValueError, match=r"states-0000.*sample s0 has states that are not finite"):
         load_batch(tmp_path, read_corpus(tmp_path, VERIFIER).train, 3)
@@ -181,6 +183,17 @@ def test_the_stream_gives_the_groups_in_order_and_passes_errors_on(tmp_path: Pat
     lost = dataclasses.replace(refs[0], shard="absent.safetensors")
     with BatchStream(tmp_path, iter([[[lost]]]), 3) as stream, pytest.raises(ValueError, match="no such shard"):
         list(stream)
+
+
+def test_the_disk_is_asked_for_samples_before_they_are_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_corpus(tmp_path, [make_text(number, 12, 6) for number in range(5)])
+    refs = read_corpus(tmp_path, VERIFIER).train
+    told: list[str] = []
+    monkeypatch.setattr(Shard, "prefetch", lambda shard, position: told.append("ask"))
+    monkeypatch.setattr(data, "load_batch", lambda folder, given, steps: told.append("load"))
+    with BatchStream(tmp_path, iter([[[ref]] for ref in refs]), 3) as stream:
+        assert len(list(stream)) == 5
+    assert told == ["ask", "ask", "ask", "load", "ask", "load", "ask", "load", "load", "load"]
 
 
 def test_leaving_the_stream_early_ends_its_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -240,10 +240,13 @@ class StateWriter:
 
     def _states(self, request: FinishedRequest) -> dict[str, torch.Tensor]:
         """The request's states as they are stored, on the cache's device."""
-        blocks = torch.tensor(request.blocks, device=self._cache.device)
-        rows = self._cache[blocks].transpose(1, 2).flatten(0, 1)[: request.placement.length]  # [T, A + 1, H]
-        assert len(rows) == request.placement.length
-        return encode_states(rows, self._dtype)
+        blocks, length = torch.tensor(request.blocks, device=self._cache.device), request.placement.length
+        rows = self._cache.transpose(1, 2)  # [blocks, block size, A + 1, H]; a view
+        assert length <= len(blocks) * rows.shape[1]
+        if self._dtype != self._cache.dtype:
+            return encode_states(rows.index_select(0, blocks).flatten(0, 1)[:length], self._dtype)
+        parts = {"aux_hidden_states": rows[:, :, :-1], "last_hidden_states": rows[:, :, -1]}  # each value copied once
+        return {name: part.index_select(0, blocks).flatten(0, 1)[:length] for name, part in parts.items()}
 
     def _write(self, copy: _Copy) -> None:
         try:
