@@ -55,6 +55,14 @@ class ParentPipe:
             raise SystemExit(0) from None
 
 
+class EngineError(ValueError):
+    """An engine failed, died or went silent. Names its log."""
+
+
+class EngineLost(EngineError):
+    """It died or went silent without a word: a second one may fare better."""
+
+
 #: Runs in the child: called with a ParentPipe, then the arguments.
 Target = Callable[..., None]
 
@@ -63,7 +71,7 @@ class EngineProcess:
     """`with EngineProcess(target, arguments, environment, log_path, label) as process:` it ends with the block.
 
     target: a function of a module, or "module:function" where the parent had better not import that module. It is
-        called with a ParentPipe and the arguments. Whatever it raises reaches the parent as a ValueError.
+        called with a ParentPipe and the arguments. Whatever it raises reaches the parent as an EngineError.
     environment: variables to add to the parent's; they hold before the first import.
     """
 
@@ -110,29 +118,44 @@ class EngineProcess:
         return self._pipe.fileno()
 
     def send(self, message: Any) -> None:
-        """Send a message to the target. Raises ValueError when the child is gone."""
+        """Send a message to the target. Raises EngineError when the child is gone."""
+        if not self.post(message):
+            self.receive(0)  # the error that it died of, if it told
+            raise self._lost("ended unexpectedly")
+
+    def post(self, message: Any) -> bool:
+        """Send a message to the target; False when the child is gone. What it said last can still be received."""
         try:
             self._pipe.send(message)
         except OSError:
-            self.receive(0)  # the error that it died of, if it told
-            raise self._failure("ended unexpectedly") from None
+            return False
+        return True
 
-    def receive(self, timeout_s: float) -> Any:
-        """The next message of the target. Raises ValueError on its error, its end, or `timeout_s` of silence."""
+    def receive(self, timeout_s: float | None) -> Any:
+        """The next message of the target. Raises EngineError on its error, its end, or `timeout_s` of silence.
+
+        None waits for ever; an end is noticed all the same.
+        """
         try:
             if not self._pipe.poll(timeout_s):
                 raise self._failure(f"gave no answer for {timeout_s:g} s")
             kind, message = self._pipe.recv()
         except (EOFError, OSError):
-            raise self._failure("ended unexpectedly") from None
+            raise self._lost("ended unexpectedly") from None
         if kind == "error":
             hint = f" ({CACHE_HINT})" if re.search("KV cache|cache blocks", message) else ""
             raise self._failure(f"failed: {message}{hint}", quote=False)
         return message
 
-    def stalled(self, timeout_s: float) -> ValueError:
+    def stalled(self, timeout_s: float) -> EngineLost:
         """The error for a caller whose own watchdog saw no progress for `timeout_s`."""
-        return self._failure(f"made no progress for {timeout_s:g} s")
+        return self._lost(f"made no progress for {timeout_s:g} s")
+
+    def end(self) -> None:
+        """Ask the child to end, and wait for nothing: so that several can end at once before each is stopped."""
+        if self._process is not None:
+            self._pipe.close()
+            signal_group(self._process.pid, signal.SIGTERM)
 
     def stop(self) -> None:
         """End the child and all of its own children: terminate, then kill after a grace time."""
@@ -148,7 +171,13 @@ class EngineProcess:
                 continue
         signal_group(self._process.pid, signal.SIGKILL)
 
-    def _failure(self, what: str, quote: bool = True) -> ValueError:
+    def _lost(self, what: str) -> EngineLost:
+        return EngineLost(self._words(what))
+
+    def _failure(self, what: str, quote: bool = True) -> EngineError:
+        return EngineError(self._words(what, quote))
+
+    def _words(self, what: str, quote: bool = True) -> str:
         assert self._process is not None
         try:
             code = self._process.wait(1 if "ended" in what else 0)
@@ -156,7 +185,7 @@ class EngineProcess:
         except subprocess.TimeoutExpired:
             ended = ""
         said = last_words(self.log_path) if quote else ""
-        return ValueError(f"{self.label}: {what}{ended}; log: {self.log_path}" + (f"; it ends: {said}" if said else ""))
+        return f"{self.label}: {what}{ended}; log: {self.log_path}" + (f"; it ends: {said}" if said else "")
 
 
 def start_child(
@@ -200,6 +229,13 @@ def last_words(log_path: Path, lines: int = 3) -> str:
     return " | ".join(visible(line) for line in (errors or told)[-lines:])
 
 
+def resolve(name: str) -> Target:
+    """The function "module:function"."""
+    module, function = name.split(":")
+    target: Target = vars(importlib.import_module(module))[function]
+    return target
+
+
 def _die_with_parent(parent: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -218,10 +254,8 @@ def _run(descriptor: int, parent: int) -> None:
     signal.signal(signal.SIGTERM, _terminated)
     pipe = ParentPipe(Connection(descriptor))
     name, arguments = pipe.receive()
-    module, function = name.split(":")
     try:
-        target: Target = vars(importlib.import_module(module))[function]
-        target(pipe, *arguments)
+        resolve(name)(pipe, *arguments)
     except Exception as error:
         traceback.print_exc()
         told = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
