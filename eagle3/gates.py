@@ -64,14 +64,13 @@ def row_faults(states: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def find_row_problems(shard: Shard, layer_ids: Sequence[int]) -> dict[int, Problem]:
     """The first fault of each sample that has one, by position. layer_ids: the auxiliary ones, for the text."""
-    hidden = shard.last_hidden_states.shape[1]
     names = [f"layer {layer}" for layer in layer_ids] + ["the last layer"]
     offsets = torch.tensor(shard.offsets)
     problems: dict[int, Problem] = {}
     for start in range(0, len(shard.input_ids), CHUNK_ROWS):
         rows = slice(start, start + CHUNK_ROWS)
-        aux = shard.aux_hidden_states[rows].view(-1, len(layer_ids), hidden)
-        parts = [row_faults(aux), row_faults(shard.last_hidden_states[rows].unsqueeze(1))]
+        aux, last = shard.states(rows)
+        parts = [row_faults(aux.view(len(aux), len(layer_ids), -1)), row_faults(last.unsqueeze(1))]
         for reason in parts[0]:
             faults = torch.cat([part[reason] for part in parts], dim=1).nonzero()
             positions = torch.searchsorted(offsets, faults[:, 0] + start, right=True) - 1

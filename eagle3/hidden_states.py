@@ -59,19 +59,24 @@ class ShardFacts:
     agreement: Agreement
 
 
-def layout_of(identity: VerifierIdentity, key: str, lengths: Sequence[int]) -> ShardLayout:
-    """The layout of a shard of this verifier's states, metadata included."""
+def stored_dtype(identity: VerifierIdentity, extract: ExtractParams) -> str:
+    """Name of the dtype in which states are stored: the verifier's own, which loses nothing, or fp8."""
+    return "float8_e4m3fn" if extract.storage == "fp8" else identity.dtype
+
+
+def layout_of(identity: VerifierIdentity, dtype: str, key: str, lengths: Sequence[int]) -> ShardLayout:
+    """The layout of a shard of this verifier's states, metadata included. dtype: of `stored_dtype`."""
     metadata = {
         "schema_version": str(SCHEMA_VERSION),
         "key": key,
         "verifier_digest": identity.digest,
         "aux_layer_ids": canonical_json(list(identity.aux_layer_ids)),
         "hidden_size": str(identity.hidden_size),
-        "dtype": identity.dtype,
+        "dtype": dtype,
         "prenorm": "true",
         "engine": identity.engine,
     }
-    return shard_layout(lengths, len(identity.aux_layer_ids), identity.hidden_size, DTYPES[identity.dtype], metadata)
+    return shard_layout(lengths, len(identity.aux_layer_ids), identity.hidden_size, DTYPES[dtype], metadata)
 
 
 @dataclass(frozen=True)
@@ -106,20 +111,20 @@ def plan_shards(
     account: of no rows yet. Memory: one shard's lengths and digests, and five numbers per shard.
     """
     held: list[tuple[int, Row]] = []
-    layers, dtype = len(identity.aux_layer_ids), DTYPES[identity.dtype]
+    layers, dtype = len(identity.aux_layer_ids), stored_dtype(identity, extract)
 
     def measured() -> Iterator[tuple[str, int]]:
         for row in table.rows(PLANNING, account):
             held.append((account.rows_in - 1, row))
-            yield row["sample_digest"], sample_bytes(row["length"], layers, identity.hidden_size, dtype)
+            yield row["sample_digest"], sample_bytes(row["length"], layers, identity.hidden_size, DTYPES[dtype])
 
     plan = []
     for count in cut_points(measured(), int(extract.shard_min_mib * MIB), int(extract.shard_max_mib * MIB)):
         shard, held[:count] = held[:count], []
-        kind = [SCHEMA_VERSION, identity.digest, list(identity.aux_layer_ids), identity.dtype, identity.engine]
+        kind = [SCHEMA_VERSION, identity.digest, list(identity.aux_layer_ids), dtype, identity.engine]
         key = digest([*kind, [row["sample_digest"] for _, row in shard]])
         lengths = [row["length"] for _, row in shard]
-        plan.append(PlannedShard(key, shard[0][0], count, sum(lengths), layout_of(identity, key, lengths).size))
+        plan.append(PlannedShard(key, shard[0][0], count, sum(lengths), layout_of(identity, dtype, key, lengths).size))
     return plan
 
 
@@ -195,11 +200,11 @@ def missing_shards(
     missing: set[str],
     table: TokenTable,
     identity: VerifierIdentity,
-    agreement_samples: int,
+    extract: ExtractParams,
 ) -> Iterator["OpenShard"]:
     """Each shard whose key is in `missing`, once, begun when it is asked for. Memory: see ShardRows."""
-    wanted = {planned.key: planned for planned in reversed(plan) if planned.key in missing}
-    yield from open_shards(store, reversed(wanted.values()), ShardRows(table), identity, agreement_samples)
+    wanted = {planned.key: planned for planned in plan if planned.key in missing}
+    yield from open_shards(store, wanted.values(), ShardRows(table), identity, extract)
 
 
 class ShardRows:
@@ -219,11 +224,11 @@ def open_shards(
     shards: Iterable[PlannedShard],
     rows: ShardRows,
     identity: VerifierIdentity,
-    agreement_samples: int,
+    extract: ExtractParams,
 ) -> Iterator["OpenShard"]:
     """Each of the shards, begun when it is asked for."""
     for planned in shards:
-        yield open_new_shard(store, identity, planned, rows.of(planned), planned.first_row, agreement_samples)
+        yield open_new_shard(store, identity, planned, rows.of(planned), planned.first_row, extract)
 
 
 @dataclass
@@ -248,11 +253,11 @@ def open_new_shard(
     planned: PlannedShard,
     rows: Sequence[Row],
     first_ordinal: int,
-    agreement_samples: int,
+    extract: ExtractParams,
 ) -> OpenShard:
     """Create a partial file with everything but the states, and where each sample's states belong.
 
-    agreement_samples: so many of those that the verifier did not write are judged by the engine's own choices.
+    extract.agreement_samples: so many of those that the verifier did not write are judged by the engine's own choices.
     Raises ValueError when the disk has no room, or when a row does not fit its digest.
     """
     path = store.partial(planned.key)
@@ -261,7 +266,7 @@ def open_new_shard(
             raise ValueError(
                 f"sample {row['sample_id']}: ids or mask differ from sample_digest; `dvc repro` the tokens"
             )
-    layout = layout_of(identity, planned.key, [row["length"] for row in rows])
+    layout = layout_of(identity, stored_dtype(identity, extract), planned.key, [row["length"] for row in rows])
     assert layout.size == planned.size
     try:
         store.clear(planned.key)
@@ -273,9 +278,8 @@ def open_new_shard(
             "finished shards are kept"
         ) from None
     foreign = [position for position, row in enumerate(rows) if row["rebuilt"]]
-    judged = set(evenly(torch.tensor(foreign), agreement_samples).tolist())
+    judged = set(evenly(torch.tensor(foreign), extract.agreement_samples).tolist())
     shard = OpenShard(planned, path, [bool(row["greedy"]) for row in rows], dict.fromkeys(foreign, ()), 0)
-    aux, last = layout.places["aux_hidden_states"], layout.places["last_hidden_states"]
     for position, (row, start) in enumerate(zip(rows, layout.offsets, strict=False)):
         ids = row["input_ids"]
         if not all(0 <= token < identity.vocab_size for token in ids):
@@ -284,8 +288,7 @@ def open_new_shard(
         placement = Placement(
             first_ordinal + position,
             str(path),
-            aux.start + start * aux.row_bytes,
-            last.start + start * last.row_bytes,
+            {name: layout.places[name].row_start(start) for name in layout.states},
             row["length"],
             digest_ids(ids),
             tuple(judged_rows(torch.tensor(row["loss_mask"])).tolist()) if position in judged else (),

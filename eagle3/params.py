@@ -110,6 +110,7 @@ class ReconstructTokensParams(Section):
 
 
 class ExtractParams(Section):
+    storage: Literal["lossless", "fp8"]
     shard_min_mib: Annotated[float, Field(gt=0)]
     shard_max_mib: Annotated[float, Field(gt=0)]
     max_pending_mib: Annotated[float, Field(gt=0)]

@@ -27,6 +27,7 @@ from eagle3.hidden_states import (
     open_shards,
     record_shards,
     require_agreement,
+    stored_dtype,
 )
 from eagle3.params import Params
 from eagle3.serving.engine import runs_on_cpu, vllm_package
@@ -71,6 +72,7 @@ def recorder_of(params: Params, identity: VerifierIdentity, folder: Path, log_pa
         identity,
         folder,
         log_path,
+        dtype=stored_dtype(identity, params.extract),
         max_pending_mib=params.extract.max_pending_mib,
         stall_timeout_s=params.extract.stall_timeout_s,
     )
@@ -185,5 +187,5 @@ def work(pipe: ParentPipe, number: int, job: Job) -> None:
     with recorder_of(params, identity, job.verifier, job.logs / f"extract-{number}.log") as recorder:
         while True:
             given = unfinished(chain([desk.wait()], iter(desk.take, None)))
-            shards = open_shards(store, given, rows, identity, params.extract.agreement_samples)
+            shards = open_shards(store, given, rows, identity, params.extract)
             record_shards(recorder, shards, window(params), finish)

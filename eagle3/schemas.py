@@ -158,6 +158,12 @@ SHARD_TENSORS = {
     "last_hidden_states": "[T, H], the residual stream after the last layer, before the final norm",
 }
 
+#: Further tensors of a shard whose states are fp8 (metadata dtype float8_e4m3fn): state = value * scale.
+SHARD_SCALES = {
+    "aux_scales": "float32 [T, A], powers of two",
+    "last_scales": "float32 [T, 1], powers of two",
+}
+
 #: Keys of a shard's metadata, all text.
 SHARD_METADATA = (
     "schema_version",
@@ -165,7 +171,7 @@ SHARD_METADATA = (
     "verifier_digest",
     "aux_layer_ids",  # JSON list
     "hidden_size",
-    "dtype",
+    "dtype",  # of the states as they are stored
     "prenorm",  # "true": last_hidden_states is before the final norm
     "engine",
 )

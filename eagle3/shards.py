@@ -18,9 +18,16 @@ from pathlib import Path
 
 import torch
 
-from eagle3.schemas import SCHEMA_VERSION, SHARD_METADATA, SHARD_TENSORS
+from eagle3 import fp8
+from eagle3.schemas import SCHEMA_VERSION, SHARD_METADATA, SHARD_SCALES, SHARD_TENSORS
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float8_e4m3fn": fp8.FP8,
+}
+Kinds = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape of tensors by name
 MAX_HEADER = 1 << 20
 _ALIGNMENT = 64
 _NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
@@ -32,6 +39,7 @@ _NAMES = {
     torch.bfloat16: "BF16",
     torch.float16: "F16",
     torch.float32: "F32",
+    fp8.FP8: "F8_E4M3",
 }
 _TYPES = {name: dtype for dtype, name in _NAMES.items()}
 
@@ -63,41 +71,68 @@ class TensorPlace:
         """Bytes of one row (one token)."""
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
+    def row_start(self, row: int) -> int:
+        """Byte offset of a row from the beginning of the file."""
+        return self.start + row * self.row_bytes
+
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """A shard before its values: header (with its length prefix), places by tensor name, size of the file."""
+    """A shard before its values: header (with its length prefix), places by tensor name, size of the file.
+
+    states: names of the tensors that hold states.
+    """
 
     header: bytes
     places: Mapping[str, TensorPlace]
+    states: tuple[str, ...]
     offsets: tuple[int, ...]
     size: int
 
 
+def state_kinds(tokens: int, aux_layers: int, hidden_size: int, dtype: torch.dtype) -> Kinds:
+    """The tensors that hold the states of so many tokens: dtype and shape by name. dtype: of the stored values."""
+    states: Kinds = {
+        "aux_hidden_states": (dtype, (tokens, aux_layers * hidden_size)),
+        "last_hidden_states": (dtype, (tokens, hidden_size)),
+    }
+    if dtype != fp8.FP8:
+        return states
+    return {"aux_scales": (torch.float32, (tokens, aux_layers)), "last_scales": (torch.float32, (tokens, 1)), **states}
+
+
+def encode_states(states: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """States [T, A + 1, H] of all recorded layers, the last one last, as `state_kinds` has them; on their device."""
+    if dtype == fp8.FP8:
+        values, scales = fp8.encode(states)
+        found = {"aux_scales": scales[:, :-1], "last_scales": scales[:, -1:]}
+    else:
+        values, found = states.to(dtype), {}
+    found |= {"aux_hidden_states": values[:, :-1].flatten(1), "last_hidden_states": values[:, -1]}
+    return {name: tensor.contiguous() for name, tensor in found.items()}
+
+
 def sample_bytes(length: int, aux_layers: int, hidden_size: int, dtype: torch.dtype) -> int:
-    """Bytes that a sample's hidden states take: (A + 1) * H values a token."""
-    return length * (aux_layers + 1) * hidden_size * dtype.itemsize
+    """Bytes that a sample's hidden states take in a shard."""
+    kinds = state_kinds(length, aux_layers, hidden_size, dtype).values()
+    return sum(kind.itemsize * math.prod(shape) for kind, shape in kinds)
 
 
 def shard_layout(
     lengths: Sequence[int], aux_layers: int, hidden_size: int, dtype: torch.dtype, metadata: Mapping[str, str]
 ) -> ShardLayout:
-    """The layout of a shard of samples with these lengths. Tensors lie in the order of schemas.SHARD_TENSORS."""
+    """The layout of a shard of samples with these lengths. dtype: of the stored values."""
     offsets = [0]
     for length in lengths:
         offsets.append(offsets[-1] + length)
     tokens = offsets[-1]
-    kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
-        "offsets": (
-            torch.int64,
-            (len(offsets),),
-        ),  # widest first: everything stays aligned
-        "aux_hidden_states": (dtype, (tokens, aux_layers * hidden_size)),
-        "last_hidden_states": (dtype, (tokens, hidden_size)),
+    states = state_kinds(tokens, aux_layers, hidden_size, dtype)
+    kinds: Kinds = {
+        "offsets": (torch.int64, (len(offsets),)),  # widest first: everything stays aligned
+        **states,
         "input_ids": (torch.int32, (tokens,)),
         "loss_mask": (torch.bool, (tokens,)),
     }
-    assert kinds.keys() == SHARD_TENSORS.keys()
     entries: dict[str, object] = {"__metadata__": dict(metadata)}
     place = 0
     for name, (kind, shape) in kinds.items():
@@ -111,7 +146,7 @@ def shard_layout(
     for name, (kind, shape) in kinds.items():
         places[name] = TensorPlace(kind, shape, base)
         base += places[name].bytes
-    return ShardLayout(struct.pack("<Q", len(text)) + text, places, tuple(offsets), base)
+    return ShardLayout(struct.pack("<Q", len(text)) + text, places, tuple(states), tuple(offsets), base)
 
 
 def begin_shard(path: Path, layout: ShardLayout, samples: Sequence[tuple[Sequence[int], Sequence[bool]]]) -> None:
@@ -135,17 +170,16 @@ def begin_shard(path: Path, layout: ShardLayout, samples: Sequence[tuple[Sequenc
 
 
 def write_shard(path: Path, samples: Sequence[Sample], metadata: Mapping[str, str]) -> None:
-    """Write a whole shard of in-memory samples. All states must have one dtype and one width."""
+    """Write a whole shard of in-memory samples, all of one dtype; as fp8 if metadata["dtype"] says so."""
     width, hidden = samples[0].aux_hidden_states.shape[1], samples[0].last_hidden_states.shape[1]
     lengths = [len(sample.input_ids) for sample in samples]
-    layout = shard_layout(lengths, width // hidden, hidden, samples[0].last_hidden_states.dtype, metadata)
+    dtype = fp8.FP8 if DTYPES.get(metadata["dtype"]) == fp8.FP8 else samples[0].last_hidden_states.dtype
+    layout = shard_layout(lengths, width // hidden, hidden, dtype, metadata)
     begin_shard(path, layout, [(sample.input_ids.tolist(), sample.loss_mask.tolist()) for sample in samples])
+    states = [torch.cat([sample.aux_hidden_states, sample.last_hidden_states], dim=1) for sample in samples]
+    tensors = encode_states(torch.cat(states).view(-1, width // hidden + 1, hidden), dtype)
     with path.open("r+b") as file:
-        for name, tensors in (
-            ("aux_hidden_states", [sample.aux_hidden_states for sample in samples]),
-            ("last_hidden_states", [sample.last_hidden_states for sample in samples]),
-        ):
-            values = torch.cat(tensors)
+        for name, values in tensors.items():
             place = layout.places[name]
             assert (values.dtype, tuple(values.shape)) == (place.dtype, place.shape)
             file.seek(place.start)
@@ -158,32 +192,40 @@ def tensor_bytes(values: torch.Tensor) -> memoryview:
 
 
 class Shard:
-    """A shard mapped into memory; tensors are views of the file and must not be written to.
+    """A shard mapped into memory. Tensors are views of the file, but for fp8 states, and must not be written to.
 
-    input_ids int32 [T], loss_mask bool [T], aux_hidden_states [T, A*H], last_hidden_states [T, H];
-    offsets: N + 1 ints; metadata: text by text.
+    input_ids int32 [T], loss_mask bool [T]; offsets: N + 1 ints; metadata: text by text.
     """
 
     def __init__(self, metadata: dict[str, str], tensors: dict[str, torch.Tensor]):
         self.metadata = metadata
         self.input_ids = tensors["input_ids"]
         self.loss_mask = tensors["loss_mask"]
-        self.aux_hidden_states = tensors["aux_hidden_states"]
-        self.last_hidden_states = tensors["last_hidden_states"]
         self.offsets: list[int] = tensors["offsets"].tolist()
+        self._tensors = tensors
 
     def __len__(self) -> int:
         """Number of samples."""
         return len(self.offsets) - 1
 
+    def states(self, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """aux_hidden_states [rows, A*H] and last_hidden_states [rows, H]; fp8 ones are decoded into bfloat16."""
+        aux, last = self._tensors["aux_hidden_states"][rows], self._tensors["last_hidden_states"][rows]
+        if last.dtype != fp8.FP8:
+            return aux, last
+        hidden = last.shape[1]
+        aux_scales, last_scales = self._tensors["aux_scales"][rows], self._tensors["last_scales"][rows]
+        return (
+            fp8.decode(aux.view(len(aux), -1, hidden), aux_scales).flatten(1),
+            fp8.decode(last.unsqueeze(1), last_scales).flatten(1),
+        )
+
     def sample(self, position: int) -> Sample:
-        """Sample number `position`, as views of the file. Raises IndexError outside [0, N)."""
+        """Sample number `position`. Raises IndexError outside [0, N)."""
         if not 0 <= position < len(self):
             raise IndexError(f"sample {position} of a shard of {len(self)}")
         rows = slice(self.offsets[position], self.offsets[position + 1])
-        return Sample(
-            self.input_ids[rows], self.loss_mask[rows], self.aux_hidden_states[rows], self.last_hidden_states[rows]
-        )
+        return Sample(self.input_ids[rows], self.loss_mask[rows], *self.states(rows))
 
 
 def open_shard(path: Path) -> Shard:
@@ -245,13 +287,16 @@ def _check_form(path: Path, metadata: dict[str, str], places: dict[str, TensorPl
     except (ValueError, TypeError):
         raise ValueError(f"{path}: metadata aux_layer_ids or hidden_size is not readable") from None
     dtype = DTYPES.get(metadata["dtype"])
-    tokens = places["input_ids"].shape[:1]
+    if dtype is None:
+        raise ValueError(f"{path}: its metadata says dtype {metadata['dtype']}, which this code cannot read")
+    tokens = math.prod(places["input_ids"].shape)
     expected = {
-        "input_ids": (torch.int32, tokens),
-        "loss_mask": (torch.bool, tokens),
-        "aux_hidden_states": (dtype, (*tokens, layers * hidden)),
-        "last_hidden_states": (dtype, (*tokens, hidden)),
+        "input_ids": (torch.int32, (tokens,)),
+        "loss_mask": (torch.bool, (tokens,)),
+        **state_kinds(tokens, layers, hidden, dtype),
     }
+    if dtype == fp8.FP8 and (absent := sorted(SHARD_SCALES.keys() - places.keys())):
+        raise ValueError(f"{path}: states of dtype {metadata['dtype']}, {', '.join(absent)} missing")
     for name, (kind, shape) in expected.items():
         found = places[name]
         if found.dtype != kind or found.shape != shape:

@@ -42,7 +42,7 @@ def extract(tokens: Path, verifier: Path, hidden_states: Path, metrics: Path, pa
         say(f"extract: {len(plan)} shards, {len(facts)} of them there; {needed / 1e9:,.2f} GB to record")
         tokens_per_second = 0.0
         if missing and params.extract.executor == "local" and params.extract.workers == 1:
-            shards = missing_shards(store, plan, set(missing), table, identity, params.extract.agreement_samples)
+            shards = missing_shards(store, plan, set(missing), table, identity, params.extract)
             total = sum(shard.tokens for shard in missing.values())
             new_facts, tokens_per_second = record(store, shards, total, identity, params)
             facts.update(new_facts)

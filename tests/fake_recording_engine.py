@@ -1,4 +1,4 @@
-"""Stands in for the recording engine: states by a rule, no model. Imports neither torch nor vllm.
+"""Stands in for the recording engine: states by a rule, no model. Imports no vllm, and torch only for fp8.
 
 The rule: token t is always followed by `following(t)`; the last state of a row is the one-hot vector of the next
 token, so that a head of one-hot rows gives exactly that. Auxiliary states are numbers that tell token and layer.
@@ -26,7 +26,7 @@ def following(token: int) -> int:
 def states_of(input_ids: list[int], layers: int) -> tuple[np.ndarray, np.ndarray]:
     """aux float32 [T, A, H] and last float32 [T, H]."""
     last = np.eye(VOCABULARY, dtype=np.float32)[[following(token) for token in input_ids]]
-    aux = np.arange(HIDDEN, dtype=np.float32) / HIDDEN + np.array(input_ids, dtype=np.float32)[:, None, None]
+    aux = np.arange(HIDDEN, dtype=np.float32) + np.array(input_ids, dtype=np.float32)[:, None, None]
     return aux + np.arange(layers, dtype=np.float32)[None, :, None] * 100, last
 
 
@@ -52,7 +52,7 @@ def run_engine(pipe: ParentPipe, arguments: dict[str, Any]) -> None:
                     line = json.dumps({"ordinal": placement["ordinal"], "choices": choices})
                     completions.write(line.encode() + b"\n")
                 if problem is None:
-                    _write(placement, *_spoil(faults, done, *states_of(input_ids, layers)))
+                    _write(placement, transfer["dtype"], *_spoil(faults, done, *states_of(input_ids, layers)))
                 with open(os.environ["EAGLE3_FAKE_REQUESTS"], "a") as log:  # noqa: PTH123
                     log.write(f"{placement['ids_digest']}\n")
                 line = json.dumps({"ordinal": placement["ordinal"], "problem": problem})
@@ -79,8 +79,19 @@ def _spoil(faults: dict[str, Any], done: int, aux: np.ndarray, last: np.ndarray)
     return aux, last
 
 
-def _write(placement: dict[str, Any], aux: np.ndarray, last: np.ndarray) -> None:
+def _write(placement: dict[str, Any], dtype: str, aux: np.ndarray, last: np.ndarray) -> None:
     file = os.open(placement["path"], os.O_WRONLY)
-    os.pwrite(file, aux.astype(np.float32).tobytes(), placement["aux_start"])
-    os.pwrite(file, last.astype(np.float32).tobytes(), placement["last_start"])
+    for name, data in _stored(dtype, aux, last).items():
+        os.pwrite(file, data, placement["starts"][name])
     os.close(file)
+
+
+def _stored(dtype: str, aux: np.ndarray, last: np.ndarray) -> dict[str, Any]:
+    if dtype == "float32":
+        return {"aux_hidden_states": aux.tobytes(), "last_hidden_states": last.tobytes()}
+    import torch  # noqa: PLC0415 - takes seconds
+
+    from eagle3.shards import DTYPES, encode_states, tensor_bytes  # noqa: PLC0415
+
+    states = torch.cat([torch.from_numpy(aux), torch.from_numpy(last).unsqueeze(1)], dim=1)
+    return {name: tensor_bytes(part) for name, part in encode_states(states, DTYPES[dtype]).items()}

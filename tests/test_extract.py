@@ -121,6 +121,27 @@ def rows() -> list[Row]:
     return [make_row(choice) for _ in range(60)]
 
 
+def test_fp8_takes_fewer_bytes_and_other_shards(run: Run, rows: list[Row]) -> None:
+    plain = run.extract(rows)
+    lossless = run.shards()
+    params = run.folder / "params.yaml"
+    params.write_text(params.read_text().replace("storage: lossless", "storage: fp8"))
+    metrics = run.extract(rows)
+    assert metrics["rows_out"] == len(rows) and metrics["shards_reused"] == 0
+    assert plain["bytes_per_token"] > 3.5 * metrics["bytes_per_token"]  # of float32
+    assert lossless.items() <= run.shards().items()  # both are kept
+    for row, entry in zip(rows, run.index(), strict=True):
+        sample = open_shard(run.out / entry["shard"]).sample(entry["position"])
+        aux, last = states_of(row["input_ids"], 3)
+        assert sample.input_ids.tolist() == row["input_ids"]
+        assert torch.equal(sample.last_hidden_states.float(), torch.tensor(last))
+        torch.testing.assert_close(
+            sample.aux_hidden_states.float(), torch.tensor(aux).flatten(1), rtol=1 / 16, atol=1e-2
+        )
+    params.write_text(params.read_text().replace("storage: fp8", "storage: lossless"))
+    assert run.extract(rows)["shards_reused"] == plain["shards"]
+
+
 def test_every_sample_lies_where_the_index_says(run: Run, rows: list[Row]) -> None:
     metrics = run.extract(rows)
     index = run.index()

@@ -16,10 +16,11 @@ from eagle3.gates import (
     row_faults,
 )
 from eagle3.hidden_states import require_agreement
-from eagle3.params import ExtractParams
+from eagle3.params import ExtractParams, load_params
 from eagle3.shards import Sample, Shard, open_shard, write_shard
 from eagle3.verifier import HeadWeights
 from tests.test_shards import metadata
+from tests.token_tables import PROJECT
 
 LAYER_IDS, HIDDEN, VOCABULARY, PROMPT = (2, 4, 5), 8, 50, 6
 SAMPLES, LENGTH = 12, 40
@@ -69,15 +70,8 @@ def check(
 
 
 def extract_params(minimum: float) -> ExtractParams:
-    return ExtractParams(
-        shard_min_mib=1,
-        shard_max_mib=2,
-        max_pending_mib=1,
-        agreement_samples=SAMPLES,
-        min_head_agreement=minimum,
-        max_rejected_share=0,
-        stall_timeout_s=1,
-    )
+    params = load_params(PROJECT / "params.yaml").extract
+    return params.model_copy(update={"agreement_samples": SAMPLES, "min_head_agreement": minimum})
 
 
 def test_right_states_pass(tmp_path: Path, samples: list[Sample], head: HeadWeights) -> None:

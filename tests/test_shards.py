@@ -49,7 +49,7 @@ def shard(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_round_trip_in_any_order(tmp_path: Path, dtype: str) -> None:
     samples = make_samples([3, 50, 1, 7], DTYPES[dtype])
     write_shard(tmp_path / "a.safetensors", samples, metadata(dtype))
@@ -61,6 +61,32 @@ def test_round_trip_in_any_order(tmp_path: Path, dtype: str) -> None:
         assert same(shard.sample(position), samples[position])
     with pytest.raises(IndexError):
         shard.sample(4)
+
+
+def test_fp8_states_are_read_back_as_bfloat16_and_each_sample_alone(tmp_path: Path) -> None:
+    samples = make_samples([3, 50, 1, 7])
+    write_shard(tmp_path / "a.safetensors", samples, metadata("float8_e4m3fn"))
+    shard = open_shard(tmp_path / "a.safetensors")
+    for position in (2, 0, 3, 1):
+        read, given = shard.sample(position), samples[position]
+        assert torch.equal(read.input_ids, given.input_ids) and torch.equal(read.loss_mask, given.loss_mask)
+        for name in ("aux_hidden_states", "last_hidden_states"):
+            found, wanted = getattr(read, name), getattr(given, name)
+            assert found.dtype == torch.bfloat16 and found.shape == wanted.shape
+            torch.testing.assert_close(found, wanted, rtol=1 / 16, atol=1e-3)
+    with safe_open(tmp_path / "a.safetensors", framework="pt") as file:  # anybody can read it: state = value * scale
+        values, scales = file.get_tensor("aux_hidden_states").float(), file.get_tensor("aux_scales")
+    aux = (values.view(-1, LAYERS, HIDDEN) * scales.unsqueeze(-1)).flatten(1)
+    assert torch.equal(aux, shard.states(slice(None))[0].float())
+
+
+def test_fp8_states_without_their_scales_are_refused(tmp_path: Path) -> None:
+    write_shard(tmp_path / "a", make_samples([3]), metadata("float8_e4m3fn"))
+    with safe_open(tmp_path / "a", framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys() if name != "aux_scales"}  # noqa: SIM118
+    save_file(tensors, tmp_path / "b", metadata("float8_e4m3fn"))
+    with pytest.raises(ValueError, match="states of dtype float8_e4m3fn, aux_scales missing"):
+        open_shard(tmp_path / "b")
 
 
 def test_rows_and_layers_keep_their_order_where_shapes_cannot_tell(tmp_path: Path) -> None:
@@ -75,7 +101,7 @@ def test_rows_and_layers_keep_their_order_where_shapes_cannot_tell(tmp_path: Pat
 def test_is_plain_safetensors(shard: Path) -> None:
     mine = open_shard(shard)
     with safe_open(shard, framework="pt") as file:
-        assert torch.equal(file.get_tensor("aux_hidden_states"), mine.aux_hidden_states)
+        assert torch.equal(file.get_tensor("aux_hidden_states"), mine.states(slice(None))[0])
         assert torch.equal(file.get_tensor("input_ids"), mine.input_ids)
         assert file.get_tensor("offsets").tolist() == mine.offsets
         assert file.metadata() == metadata()
@@ -83,9 +109,9 @@ def test_is_plain_safetensors(shard: Path) -> None:
 
 def test_reading_copies_nothing(shard: Path) -> None:
     opened = open_shard(shard)
-    assert opened.sample(1).aux_hidden_states.untyped_storage().data_ptr() == (
-        opened.aux_hidden_states.untyped_storage().data_ptr()
-    )
+    read, file = opened.sample(1), opened.states(slice(None))
+    for part, whole in zip((read.aux_hidden_states, read.last_hidden_states), file, strict=True):
+        assert part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 
 
 def test_layout_says_where_everything_goes(tmp_path: Path) -> None:
@@ -106,6 +132,7 @@ def test_layout_says_where_everything_goes(tmp_path: Path) -> None:
 def test_s05_stored_bytes_are_those_of_the_dtype() -> None:
     assert sample_bytes(100, 3, 576, torch.bfloat16) == 100 * 4 * 576 * 2
     assert sample_bytes(100, 3, 576, torch.float32) == 100 * 4 * 576 * 4
+    assert sample_bytes(100, 3, 576, DTYPES["float8_e4m3fn"]) == 100 * 4 * (576 + 4)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.999])

@@ -34,7 +34,7 @@ from vllm.v1.kv_cache_interface import HiddenStateCacheSpec, KVCacheConfig
 
 from eagle3.serving.process import ParentPipe
 from eagle3.serving.recorder import Placement, digest_ids
-from eagle3.shards import tensor_bytes
+from eagle3.shards import DTYPES, encode_states, sample_bytes, tensor_bytes
 
 WRITERS = 2
 IDLE_STEP_S = 0.001
@@ -104,7 +104,8 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             raise ValueError(f"blocks of hidden states hold {kv_caches[layer].shape[2]} tokens, not {self._block_size}")
         if get_tensor_model_parallel_rank() == 0:
             settings = self._kv_transfer_config.kv_connector_extra_config
-            self._writer = StateWriter(kv_caches[layer], settings["completions"], settings["max_pending_bytes"])
+            dtype = DTYPES[settings["dtype"]]
+            self._writer = StateWriter(kv_caches[layer], dtype, settings["completions"], settings["max_pending_bytes"])
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Start what can be copied; report the requests whose blocks are free again. Called in every step."""
@@ -154,23 +155,25 @@ def _problem(request: Any, placement: Placement) -> str | None:
 
 @dataclass
 class _Copy:
-    """Rows on their way out of the cache. ready: recorded on the copy stream; None where the copy is complete."""
+    """Rows on their way out of the cache, as they are stored (shards.state_kinds).
+
+    ready: recorded on the copy stream; None where the copy is complete.
+    """
 
     request: FinishedRequest
-    aux: torch.Tensor
-    last: torch.Tensor
+    states: dict[str, torch.Tensor]
     ready: torch.cuda.Event | None
 
     @property
     def bytes(self) -> int:
-        return self.aux.nbytes + self.last.nbytes
+        return sum(tensor.nbytes for tensor in self.states.values())
 
 
 class StateWriter:
-    """Copies rows out of the cache and writes them; at most `max_pending_bytes` lie between the two."""
+    """Copies rows out of the cache and writes them as `dtype`; at most `max_pending_bytes` lie between the two."""
 
-    def __init__(self, cache: torch.Tensor, completions: str, max_pending_bytes: int):
-        self._cache, self._max_pending = cache, max_pending_bytes
+    def __init__(self, cache: torch.Tensor, dtype: torch.dtype, completions: str, max_pending_bytes: int):
+        self._cache, self._dtype, self._max_pending = cache, dtype, max_pending_bytes
         self._waiting: deque[FinishedRequest] = deque()
         self._copying: list[_Copy] = []
         self._pending = 0
@@ -209,9 +212,10 @@ class StateWriter:
         self._threads.shutdown(wait=True)
 
     def _has_room(self, request: FinishedRequest) -> bool:
-        row_bytes = self._cache.shape[1] * self._cache.shape[3] * self._cache.itemsize
+        _, layers, _, hidden = self._cache.shape
+        needed = sample_bytes(request.placement.length, layers - 1, hidden, self._dtype)
         with self._lock:
-            return self._pending == 0 or self._pending + request.placement.length * row_bytes <= self._max_pending
+            return self._pending == 0 or self._pending + needed <= self._max_pending
 
     def _start(self, request: FinishedRequest) -> _Copy:
         copy = self._copy_out(request)
@@ -222,20 +226,20 @@ class StateWriter:
 
     def _copy_out(self, request: FinishedRequest) -> _Copy:
         if self._stream is None:
-            return _Copy(request, *self._rows(request), None)
+            return _Copy(request, self._states(request), None)
         self._stream.wait_stream(torch.cuda.current_stream(self._cache.device))
         with torch.cuda.stream(self._stream):
-            aux, last = (_to_pinned(rows) for rows in self._rows(request))
+            states = {name: _to_pinned(tensor) for name, tensor in self._states(request).items()}
             ready = torch.cuda.Event()
             ready.record(self._stream)
-        return _Copy(request, aux, last, ready)
+        return _Copy(request, states, ready)
 
-    def _rows(self, request: FinishedRequest) -> tuple[torch.Tensor, torch.Tensor]:
-        """The request's rows, contiguous and on the cache's device: aux [T, A, H] and last [T, H]."""
+    def _states(self, request: FinishedRequest) -> dict[str, torch.Tensor]:
+        """The request's states as they are stored, on the cache's device."""
         blocks = torch.tensor(request.blocks, device=self._cache.device)
         rows = self._cache[blocks].transpose(1, 2).flatten(0, 1)[: request.placement.length]  # [T, A + 1, H]
         assert len(rows) == request.placement.length
-        return rows[:, :-1].contiguous(), rows[:, -1].contiguous()
+        return encode_states(rows, self._dtype)
 
     def _write(self, copy: _Copy) -> None:
         try:
@@ -244,8 +248,8 @@ class StateWriter:
             placement = copy.request.placement
             file = os.open(placement.path, os.O_WRONLY)
             try:
-                _write_at(file, tensor_bytes(copy.aux), placement.aux_start)
-                _write_at(file, tensor_bytes(copy.last), placement.last_start)
+                for name, tensor in copy.states.items():
+                    _write_at(file, tensor_bytes(tensor), placement.starts[name])
             finally:
                 os.close(file)
             self._report(copy.request)

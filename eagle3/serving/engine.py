@@ -6,6 +6,7 @@ VLLM_CPU_OMP_THREADS_BIND must name the cores, else vLLM keeps one for itself.
 """
 
 import importlib.metadata
+import json
 import os
 import sys
 from pathlib import Path
@@ -79,9 +80,21 @@ def engine_arguments(verifier: VerifierParams, engine: EngineParams, folder: Pat
     }
     if runs_on_cpu():
         arguments["kv_cache_memory_bytes"] = int(engine.cpu_kv_cache_gib * GIB)
+        if has_latent_attention(folder) and "compilation_config" not in engine.extra_args:
+            # the CPU kernel writes wrong values into the slices of queries and keys that such models rotate
+            arguments["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
     if taken := sorted(arguments.keys() & engine.extra_args.keys()):
         raise ValueError(f"engine.extra_args: {', '.join(taken)} is already set from params.yaml; remove it there")
     return arguments | engine.extra_args
+
+
+def has_latent_attention(folder: Path) -> bool:
+    """Whether a model's attention is of DeepSeek's kind (MLA). False for a folder without a readable config.json."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        return "kv_lora_rank" in config or "kv_lora_rank" in config.get("text_config", {})
+    except (OSError, ValueError, AttributeError, TypeError):
+        return False
 
 
 def thread_binding(cores: list[int], ranks: int) -> str:

@@ -35,14 +35,13 @@ def digest_ids(input_ids: Sequence[int]) -> str:
 class Placement:
     """Where one sample's states belong; travels with the request as its kv_transfer_params.
 
-    aux_start, last_start: byte offsets in the file of the sample's first row in either tensor.
+    starts: for each tensor of states (shards.state_kinds) the byte offset in the file of the sample's first row.
     judged_rows: rows at which the engine is to tell the token that it would choose itself; none = it need not.
     """
 
     ordinal: int
     path: str
-    aux_start: int
-    last_start: int
+    starts: dict[str, int]
     length: int
     ids_digest: str
     judged_rows: tuple[int, ...]
@@ -88,7 +87,8 @@ def recording_arguments(
 class StateRecorder:
     """A context manager around the recording engine. Every error is a ValueError that names the log.
 
-    max_pending_mib: states copied out of the engine and not yet written. stall_timeout_s: longest time without news.
+    dtype: in which states are stored. max_pending_mib: states copied out of the engine and not yet written.
+    stall_timeout_s: longest time without news.
     """
 
     def __init__(
@@ -99,6 +99,7 @@ class StateRecorder:
         folder: Path,
         log_path: Path,
         *,
+        dtype: str,
         max_pending_mib: float,
         stall_timeout_s: float,
     ):
@@ -106,7 +107,7 @@ class StateRecorder:
         self._start_timeout_s, self._stall_timeout_s = engine.start_timeout_s, stall_timeout_s
         self._scratch = Path(tempfile.mkdtemp(prefix="eagle3-recorder-"))
         fifo = self._scratch / "completions"
-        transfer = {"completions": str(fifo), "max_pending_bytes": int(max_pending_mib * MIB)}
+        transfer = {"completions": str(fifo), "dtype": dtype, "max_pending_bytes": int(max_pending_mib * MIB)}
         arguments = recording_arguments(verifier, engine, identity, folder, transfer)
         environment = in_process_environment(engine)
         if verifier.max_model_len + 1 > identity.max_position_embeddings:

@@ -221,6 +221,26 @@ def test_text_that_the_verifier_did_not_write_is_judged_by_the_engines_own_choic
     assert metrics["rows_out"] == 20
 
 
+def test_fp8_states_are_the_lossless_ones_rounded(recording: Recording, tmp_path: Path) -> None:
+    """And the gates still hold, on the states as they are stored."""
+    write_params(tmp_path / "params.yaml", recording.verifier, verifier__aux_layer_ids=AUX, extract__storage="fp8")
+    write_tokens(tmp_path / "tokens", recording.rows)
+    outs = [tmp_path / name for name in ("hidden_states", "metrics.json", "params.yaml")]
+    extract(tmp_path / "tokens", recording.folder / "verifier.json", *outs)
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert metrics["rows_out"] == len(recording.rows)
+    assert metrics["head_agreement"] >= 0.95
+    lossless = json.loads((recording.folder / "metrics.json").read_text())
+    assert metrics["bytes_per_token"] < 0.35 * lossless["bytes_per_token"]  # of float32
+    stored = read_table(tmp_path / "hidden_states" / "index.parquet", STATES)
+    for entry, other in zip(stored, recording.index(), strict=True):
+        sample = open_shard(tmp_path / "hidden_states" / entry["shard"]).sample(entry["position"])
+        exact = recording.sample(other)
+        for name in ("aux_hidden_states", "last_hidden_states"):
+            found, wanted = getattr(sample, name).float(), getattr(exact, name)
+            torch.testing.assert_close(found, wanted, rtol=0.07, atol=2e-3)
+
+
 def test_a_cache_too_small_for_one_sample_is_refused_at_the_start(recording: Recording, tmp_path: Path) -> None:
     write_params(tmp_path / "params.yaml", recording.verifier, engine__cpu_kv_cache_gib=0.002)
     outs = [tmp_path / "hidden_states", tmp_path / "metrics.json", tmp_path / "params.yaml"]
@@ -250,12 +270,13 @@ class Writer:
         self.reader = os.open(fifo, os.O_RDWR | os.O_NONBLOCK)
         self.cache = torch.randn(BLOCKS, LAYERS, BLOCK, HIDDEN).bfloat16()
         self.path = path
-        self.writer = StateWriter(self.cache, str(fifo), max_pending_bytes)
+        self.writer = StateWriter(self.cache, torch.bfloat16, str(fifo), max_pending_bytes)
 
     def request(self, ordinal: int, blocks: list[int], length: int, problem: str | None = None) -> FinishedRequest:
         row = HIDDEN * 2
         start = ordinal * 1000 * row
-        placement = Placement(ordinal, str(self.path), start, start + length * 3 * row, length, digest_ids([]), ())
+        starts = {"aux_hidden_states": start, "last_hidden_states": start + length * 3 * row}
+        placement = Placement(ordinal, str(self.path), starts, length, digest_ids([]), ())
         return FinishedRequest(f"request {ordinal}", placement, blocks, problem)
 
     def advance_until(self, count: int) -> set[str]:
