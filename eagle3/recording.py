@@ -7,7 +7,7 @@ store; only their facts come back.
 import secrets
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
@@ -29,7 +29,7 @@ from eagle3.hidden_states import (
     require_agreement,
     stored_dtype,
 )
-from eagle3.params import Params
+from eagle3.params import EngineParams, ExtractParams, VerifierParams
 from eagle3.serving.engine import runs_on_cpu, vllm_package
 from eagle3.serving.executors import Crew, Desk, Finished, Lost, Ready, run
 from eagle3.serving.process import ParentPipe
@@ -40,53 +40,56 @@ from eagle3.workstore import work_root, write_file
 WORKER = "eagle3.recording:work"
 
 
-def record(
-    store: ShardStore, shards: Iterator[OpenShard], total: int, identity: VerifierIdentity, params: Params
-) -> tuple[dict[str, ShardFacts], float]:
-    """Record shards with one engine; their facts by key, and tokens per second without its start.
+@dataclass(frozen=True)
+class Recording:
+    """What decides how shards are recorded, whoever records them."""
 
-    total: tokens of all shards.
-    """
-    folder = locate_verifier(params.verifier)
+    identity: VerifierIdentity
+    verifier: VerifierParams
+    engine: EngineParams
+    extract: ExtractParams
+
+    def recorder(self, folder: Path, log_path: Path) -> StateRecorder:
+        """A recording engine for the verifier in `folder`, not yet started."""
+        return StateRecorder(
+            self.verifier,
+            self.engine,
+            self.identity,
+            folder,
+            log_path,
+            dtype=stored_dtype(self.identity, self.extract),
+            max_pending_mib=self.extract.max_pending_mib,
+            stall_timeout_s=self.extract.stall_timeout_s,
+        )
+
+    def stream(self, recorder: StateRecorder, shards: Iterator[OpenShard], finish: Callable[[OpenShard], None]) -> None:
+        """Record shards, with twice as many samples ahead as the engine computes at a time."""
+        if runs_on_cpu():
+            torch.set_num_threads(1)  # the engine has all cores; gates that spin on them would slow it down
+        record_shards(recorder, shards, 2 * self.engine.max_num_seqs, finish)
+
+
+Recorded = tuple[dict[str, ShardFacts], float]  # facts by key, and tokens per second without the engines' start
+
+
+def record(store: ShardStore, shards: Iterator[OpenShard], total: int, recording: Recording) -> Recorded:
+    """Record shards with one engine. total: tokens of all."""
+    folder = locate_verifier(recording.verifier)
     head = load_head(folder)
     facts: dict[str, ShardFacts] = {}
-    recorder = recorder_of(params, identity, folder, work_root() / "logs" / "extract.log")
-    leave_cores_to_the_engine()
     say("extract: starting the engine")
-    with recorder, Progress("extract", total, "tokens") as progress:
+    with (
+        recording.recorder(folder, work_root() / "logs" / "extract.log") as recorder,
+        Progress("extract", total, "tokens") as progress,
+    ):
         started = time.monotonic()
 
         def finish(shard: OpenShard) -> None:
-            facts[shard.planned.key] = finish_shard(store, shard, identity, head, params.extract)
+            facts[shard.planned.key] = finish_shard(store, shard, recording.identity, head, recording.extract)
             progress.advance(shard.planned.tokens, f"{len(facts)} shards")
 
-        record_shards(recorder, shards, window(params), finish)
+        recording.stream(recorder, shards, finish)
         return facts, total / (time.monotonic() - started)
-
-
-def recorder_of(params: Params, identity: VerifierIdentity, folder: Path, log_path: Path) -> StateRecorder:
-    """A recording engine for the verifier in `folder`, not yet started."""
-    return StateRecorder(
-        params.verifier,
-        params.engine,
-        identity,
-        folder,
-        log_path,
-        dtype=stored_dtype(identity, params.extract),
-        max_pending_mib=params.extract.max_pending_mib,
-        stall_timeout_s=params.extract.stall_timeout_s,
-    )
-
-
-def window(params: Params) -> int:
-    """Samples that an engine is given ahead: twice what it computes at a time."""
-    return 2 * params.engine.max_num_seqs
-
-
-def leave_cores_to_the_engine() -> None:
-    """Gates that spin on all cores would slow an engine down that computes there."""
-    if runs_on_cpu():
-        torch.set_num_threads(1)
 
 
 @dataclass(frozen=True)
@@ -96,8 +99,7 @@ class Job:
     package: name and version of vLLM. mark: a file of this run in the work store.
     """
 
-    params: Params
-    identity: VerifierIdentity
+    recording: Recording
     package: tuple[str, str]
     table: TokenTable
     verifier: Path
@@ -121,23 +123,18 @@ class Job:
 
 
 def record_with_crew(
-    store: ShardStore, missing: Sequence[PlannedShard], table: TokenTable, identity: VerifierIdentity, params: Params
-) -> tuple[dict[str, ShardFacts], float]:
-    """As `record`, with extract.workers workers of extract.executor. Seconds count from the first engine that runs."""
+    store: ShardStore, missing: Sequence[PlannedShard], table: TokenTable, recording: Recording
+) -> Recorded:
+    """Record shards with extract.workers workers of extract.executor, from the first engine that runs on."""
     mark = store.folder.absolute() / f"{secrets.token_hex(8)}.tmp"
     logs = work_root().absolute() / "logs"
-    job = Job(
-        params,
-        identity,
-        vllm_package(),
-        TokenTable(table.folder.absolute(), table.max_length),
-        locate_verifier(params.verifier),
-        store.folder.absolute(),
-        mark,
-        logs,
+    shared_table = TokenTable(table.folder.absolute(), table.max_length)
+    folder = locate_verifier(recording.verifier)
+    job = Job(recording, vllm_package(), shared_table, folder, store.folder.absolute(), mark, logs)
+    extract = recording.extract
+    crew = Crew(
+        "extract", WORKER, (job,), extract.workers, recording.engine.tensor_parallel_size, "extract.workers", logs
     )
-    extract, tensor_parallel_size = params.extract, params.engine.tensor_parallel_size
-    crew = Crew("extract", WORKER, (job,), extract.workers, tensor_parallel_size, "extract.workers", logs)
     facts: dict[str, ShardFacts] = {}
     total = sum(shard.tokens for shard in missing)
     say(f"extract: starting {extract.workers} workers ({extract.executor}); logs: {logs}/extract-*.log")
@@ -166,26 +163,24 @@ def _news(event: Ready | Lost) -> str:
 
 def work(pipe: ParentPipe, number: int, job: Job) -> None:
     """A worker of the crew: an engine that is kept busy with one planned shard after the other."""
-    desk, store, rows = Desk(pipe), ShardStore(job.store), ShardRows(job.table)
-    params, identity = job.params, job.identity
     job.require_same_place()
+    desk, store, rows = Desk(pipe), ShardStore(job.store), ShardRows(job.table)
+    identity, extract = job.recording.identity, job.recording.extract
     head = load_head(job.verifier)
-    leave_cores_to_the_engine()
 
-    def unfinished(planned_shards: Iterator[PlannedShard]) -> Iterator[PlannedShard]:
-        for planned in planned_shards:
+    def unfinished(given: Iterable[PlannedShard]) -> Iterator[PlannedShard]:
+        for planned in given:
             there = store.facts(planned)  # of a worker that was lost before it could tell
             if there is None:
                 yield planned
             else:
-                require_agreement(planned.key, there.problems, there.agreement, params.extract)
+                require_agreement(planned.key, there.problems, there.agreement, extract)
                 desk.done(planned, there)
 
     def finish(shard: OpenShard) -> None:
-        desk.done(shard.planned, finish_shard(store, shard, identity, head, params.extract))
+        desk.done(shard.planned, finish_shard(store, shard, identity, head, extract))
 
-    with recorder_of(params, identity, job.verifier, job.logs / f"extract-{number}.log") as recorder:
+    with job.recording.recorder(job.verifier, job.logs / f"extract-{number}.log") as recorder:
         while True:
-            given = unfinished(chain([desk.wait()], iter(desk.take, None)))
-            shards = open_shards(store, given, rows, identity, params.extract)
-            record_shards(recorder, shards, window(params), finish)
+            given = chain([desk.wait()], iter(desk.take, None))
+            job.recording.stream(recorder, open_shards(store, unfinished(given), rows, identity, extract), finish)

@@ -17,7 +17,7 @@ from eagle3.hidden_states import (
     write_hidden_states,
 )
 from eagle3.params import load_params
-from eagle3.recording import record, record_with_crew
+from eagle3.recording import Recording, record, record_with_crew
 from eagle3.serving.executors import require_executor
 from eagle3.stage import run_stage
 from eagle3.tables import Account, write_metrics
@@ -41,13 +41,14 @@ def extract(tokens: Path, verifier: Path, hidden_states: Path, metrics: Path, pa
         needed = require_room(folder, hidden_states, list(missing.values()), plan)
         say(f"extract: {len(plan)} shards, {len(facts)} of them there; {needed / 1e9:,.2f} GB to record")
         tokens_per_second = 0.0
+        recording = Recording(identity, params.verifier, params.engine, params.extract)
         if missing and params.extract.executor == "local" and params.extract.workers == 1:
             shards = missing_shards(store, plan, set(missing), table, identity, params.extract)
             total = sum(shard.tokens for shard in missing.values())
-            new_facts, tokens_per_second = record(store, shards, total, identity, params)
+            new_facts, tokens_per_second = record(store, shards, total, recording)
             facts.update(new_facts)
         elif missing:
-            new_facts, tokens_per_second = record_with_crew(store, list(missing.values()), table, identity, params)
+            new_facts, tokens_per_second = record_with_crew(store, list(missing.values()), table, recording)
             facts.update(new_facts)
         recorded = [(shard, facts[shard.key]) for shard in plan]
         write_hidden_states(hidden_states, table, store, recorded, account)

@@ -9,9 +9,11 @@ import hashlib
 import json
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from eagle3.serving.process import ParentPipe
 
@@ -38,6 +40,7 @@ def run_engine(pipe: ParentPipe, arguments: dict[str, Any]) -> None:
     layers = len(config["eagle_aux_hidden_state_layer_ids"]) - 1
     if "refuse" in faults:
         raise ValueError(faults["refuse"])
+    _gather(faults.get("crew_of", 1))
     pipe.send({"cache_tokens": 1000})
     done = 0
     with open(transfer["completions"], "wb", buffering=0) as completions:  # noqa: PTH123
@@ -60,8 +63,23 @@ def run_engine(pipe: ParentPipe, arguments: dict[str, Any]) -> None:
                 completions.write(line[5:].encode() + b"\n")
 
 
+def _gather(count: int) -> None:
+    """Tell on which cores this engine is to run; wait until so many engines have told."""
+    path = Path(os.environ["EAGLE3_FAKE_REQUESTS"] + ".cores")
+    with path.open("a") as log:
+        log.write(os.environ["VLLM_CPU_OMP_THREADS_BIND"] + "\n")
+    while len(path.read_text().split()) < count:
+        time.sleep(0.02)
+
+
 def _misbehave(faults: dict[str, Any], done: int) -> None:
     time.sleep(faults.get("seconds_each", 0))
+    if done == faults.get("kill_after") and _first_time(Path(faults["kill_note"])):
+        victim = next(p for p in psutil.Process().parents() if faults["kill_name"] in " ".join(p.cmdline()))
+        victim.kill()
+        time.sleep(600)
+    if done == faults.get("die_once_after") and _first_time(Path(faults["kill_note"])):
+        os._exit(3)
     if done == faults.get("die_after"):
         print("SomethingError: the engine met its end", flush=True)
         os._exit(3)
@@ -69,6 +87,17 @@ def _misbehave(faults: dict[str, Any], done: int) -> None:
         time.sleep(600)
     if done == faults.get("raise_after"):
         raise OSError(28, "No space left on device")
+
+
+def _first_time(note: Path) -> bool:
+    """Whether nobody asked before; notes which shards are finished now."""
+    try:
+        note.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    store = Path(os.environ["EAGLE3_WORK_DIR"]) / "extract"
+    note.write_text(json.dumps(sorted(path.stem for path in store.glob("*.json"))))
+    return True
 
 
 def _spoil(faults: dict[str, Any], done: int, aux: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -130,7 +130,7 @@ def hand_out(units: Sequence[Unit], workers: Workers, name: str) -> Iterator[Eve
     """
     waiting, idle = deque(units), deque[int]()
     held: dict[int, list[Unit]] = defaultdict(list)
-    losses: Counter[Unit | int] = Counter()
+    losses: Counter[Unit] = Counter()
     seen: set[int] = set()
     left = len(units)
 
@@ -157,7 +157,7 @@ def hand_out(units: Sequence[Unit], workers: Workers, name: str) -> Iterator[Eve
             yield Finished(unit, result)
         else:
             lost = held.pop(number, [])
-            losses.update([*lost] or [number])
+            losses.update(lost or [("worker", number)])
             if max(losses.values()) >= LOSSES:
                 raise ValueError(f"{name}: {LOSSES} workers were lost over the same work, the last one so: {content}")
             seen.discard(number)
