@@ -234,7 +234,8 @@ class StageProcess:
             from eagle3 import recording
             from eagle3.serving import recorder
             from eagle3.stage import run_stage
-                        signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever it was inherited as
+            from stages.extract import extract
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever it was inherited as
             recording.WORKER, recorder.ENGINE = {WORKER!r}, {FAKE!r}
             run_stage(extract)
         """
