@@ -8,7 +8,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -139,19 +139,22 @@ def record_with_crew(
     total = sum(shard.tokens for shard in missing)
     say(f"extract: starting {extract.workers} workers ({extract.executor}); logs: {logs}/extract-*.log")
     write_file(mark, b"")
-    started: float | None = None
+    progress: Progress | None = None
     events = run(missing, crew, extract.executor, extract.ray_address)
-    with closing(events), Progress("extract", total, "tokens") as progress:
+    with ExitStack() as stack:
+        stack.enter_context(closing(events))
         for event in events:
             if isinstance(event, Finished):
+                assert progress is not None
                 facts[event.unit.key] = event.result
                 progress.advance(event.unit.tokens, f"{len(facts)} shards")
-            else:
-                say(_news(event))
-            if isinstance(event, Ready) and started is None:
+                seconds = time.monotonic() - started  # ending the engines does not count either
+                continue
+            say(_news(event))
+            if isinstance(event, Ready) and progress is None:
+                progress = stack.enter_context(Progress("extract", total, "tokens"))
                 started = time.monotonic()
-        assert started is not None
-        return facts, total / (time.monotonic() - started)
+        return facts, total / seconds
 
 
 def _news(event: Ready | Lost) -> str:
