@@ -140,6 +140,7 @@ def record_with_crew(
     say(f"extract: starting {extract.workers} workers ({extract.executor}); logs: {logs}/extract-*.log")
     write_file(mark, b"")
     progress: Progress | None = None
+    started, seconds = time.monotonic(), 0.0
     events = run(missing, crew, extract.executor, extract.ray_address)
     with ExitStack() as stack:
         stack.enter_context(closing(events))
