@@ -19,8 +19,8 @@ from eagle3.sample_view import View, Words, matching_samples, one_sample, show_s
 from eagle3.serving.engine import GIB, runs_on_cpu
 from eagle3.tables import count_parts
 from eagle3.tracked import open_tracked
-from eagle3.verification import Fault, verify_places
-from eagle3.verifier import load_tokenizer, locate_verifier
+from eagle3.verification import IDENTITY, Fault, verify_places
+from eagle3.verifier import load_tokenizer, locate_verifier, read_identity
 
 METRICS = Path("data/metrics")
 DRAFT = Path("data/draft")
@@ -80,7 +80,11 @@ def inspect(
         )
     total = count_parts(tokens)
     samples = iter([one_sample(tokens, row)]) if row is not None else matching_samples(tokens, wanted)
-    view = View(Words(load_tokenizer(load_params(params_path).verifier)), wants_color(color), ids, whole)
+    params = load_params(params_path)
+    if (writer := _written_by(tokens)) not in (None, params.verifier.model):
+        named = params.verifier.model
+        say(f"{tokens} was written by {writer}, but {params_path} names {named}, whose tokenizer reads it here")
+    view = View(Words(load_tokenizer(params.verifier)), wants_color(color), ids, whole)
     print_paged(show_sample(number, total, sample, view) for number, sample in islice(samples, first))
 
 
@@ -176,6 +180,12 @@ def folder_and_row(folder: str | None, row: str | None) -> tuple[Path, str | Non
     if folder is not None and row is None and "/" not in folder and not Path(folder).is_dir():
         return TOKENS, folder
     return TOKENS if folder is None else Path(folder), row
+
+
+def _written_by(tokens: Path) -> str | None:
+    """Name of the verifier whose identity lies beside a token table, if one does."""
+    identity = tokens.parent / IDENTITY.name
+    return read_identity(identity).name if identity.is_file() else None
 
 
 def summary_lines(made: dict[str, Any], params: Params) -> list[str]:

@@ -125,6 +125,7 @@ class ExtractParams(Section):
 
 class TrainParams(Section):
     seed: int
+    warm_start: str | None
     draft_vocab_size: Positive | None
     draft_vocab_coverage: Annotated[float, Field(gt=0, le=1)]
     num_layers: Annotated[int, Field(ge=1, le=4)]
@@ -133,6 +134,8 @@ class TrainParams(Section):
     fc_norm: bool
     norm_output: bool
     freeze_lm_head: bool
+    loss: Literal["forward_kl", "hard_labels", "reverse_kl", "total_variation"]
+    acceptance_share: Share
     ttt_steps: Positive
     ttt_loss_decay: Annotated[float, Field(gt=0, le=1)]
     epochs: Positive

@@ -14,6 +14,7 @@ from eagle3.draft.export import export_draft
 from eagle3.draft.model import choose_sizes
 from eagle3.draft.training import Trainer, choose_device, run_key, run_metrics
 from eagle3.draft.vocab import choose_vocabulary
+from eagle3.draft.warm_start import read_checkpoint
 from eagle3.lineage import write_lineage
 from eagle3.params import load_params
 from eagle3.stage import run_stage
@@ -42,15 +43,20 @@ def train(hidden_states: Path, verifier_path: Path, draft: Path, metrics: Path, 
     sizes = choose_sizes(
         config, len(verifier.aux_layer_ids), len(vocabulary), verifier.max_position_embeddings, settings
     )
+    checkpoint = read_checkpoint(Path(settings.warm_start)) if settings.warm_start else None
+    if checkpoint is not None:
+        sizes = checkpoint.fit(sizes, verifier.aux_layer_ids)
     say(
         f"train: {len(corpus.train):,} train and {len(corpus.validation):,} validation samples; {len(vocabulary):,} "
         f"draft tokens cover {vocabulary.coverage:.2%} of what was generated; verifier {verifier.digest[:12]}"
     )
     if not corpus.validation:
         say("train: the validation split is empty: the last weights are exported and no agreement is measured")
-    key = run_key(corpus, verifier, settings, choose_device())
+    key = run_key(corpus, verifier, settings, choose_device(), checkpoint)
     with work_folder("train") as work:
-        trainer = Trainer(corpus, sizes, vocabulary, load_head(folder), settings, CheckpointStore(work / key))
+        trainer = Trainer(
+            corpus, sizes, vocabulary, load_head(folder), settings, CheckpointStore(work / key), checkpoint
+        )
         trainer.train(plots)
     export_draft(draft, trainer.draft, vocabulary, verifier, settings.export_dtype)
     numbers = run_metrics(trainer, vocabulary)

@@ -7,10 +7,12 @@ import torch
 
 from eagle3.draft.attention import LayerMemory
 from eagle3.draft.data import Batch, build_batch
+from eagle3.draft.loss import Objective
 from eagle3.draft.model import DraftModel, DraftSizes, initialise
 from eagle3.draft.ttt import Teacher, empty_score, full_choices, score_batch, unroll
 from eagle3.shards import Sample
 
+KL = Objective("forward_kl", 0.0)
 HIDDEN, AUX, VOCAB, STEPS, EPS = 16, 3, 29, 3, 1e-5
 TOKEN_IDS = torch.tensor([0, 2, 3, 5, 8, 9, 11, 12, 17, 20, 21, 25, 28])
 SIZES = DraftSizes(
@@ -197,7 +199,7 @@ def test_loss_agreement_and_gradients_equal_the_slow_form(form: str, dtype: torc
     draft, samples = make_draft(FORMS[form], teacher, dtype), make_samples(MASKS, dtype)
     batch = build_batch(samples, STEPS)
     weights = torch.tensor([0.8**k for k in range(STEPS)], dtype=dtype) / batch.counted.sum(1)
-    loss, score = score_batch(draft, batch, teacher, weights, full_choices(batch, teacher))
+    loss, score = score_batch(draft, batch, teacher, weights, full_choices(batch, teacher), KL)
     reference = slow_reference(draft, teacher, samples)
     assert score.counted == [len(kl) for kl in reference.kl]
     assert score.agreed == [sum(agreed.values()) for agreed in reference.agreed]
@@ -216,7 +218,7 @@ def test_prefix_agreement_needs_every_step_before() -> None:
     teacher = make_teacher(torch.float64)
     draft, samples = make_draft(SIZES, teacher, torch.float64), make_samples(MASKS, torch.float64)
     batch = build_batch(samples, STEPS)
-    _, score = score_batch(draft, batch, teacher, torch.ones(STEPS), full_choices(batch, teacher))
+    _, score = score_batch(draft, batch, teacher, torch.ones(STEPS), full_choices(batch, teacher), KL)
     reference = slow_reference(draft, teacher, samples)
     for step in range(STEPS):
         rows = [key for key in reference.agreed[step] if all(key in reference.agreed[k] for k in range(step))]
@@ -229,11 +231,11 @@ def test_packing_changes_nothing() -> None:
     """Documents do not see each other: a packed batch gives the sum of its samples."""
     teacher = make_teacher(torch.float64)
     draft, samples = make_draft(SIZES, teacher, torch.float64), make_samples(MASKS, torch.float64)
-    packed = score_batch(draft, build_batch(samples, STEPS), teacher, torch.ones(STEPS), None)[1]
+    packed = score_batch(draft, build_batch(samples, STEPS), teacher, torch.ones(STEPS), None, KL)[1]
     alone = empty_score(STEPS)
     for sample in samples:
-        alone.add(score_batch(draft, build_batch([sample], STEPS), teacher, torch.ones(STEPS), None)[1])
-    assert packed.kl == pytest.approx(alone.kl, rel=1e-9)
+        alone.add(score_batch(draft, build_batch([sample], STEPS), teacher, torch.ones(STEPS), None, KL)[1])
+    assert packed.losses == pytest.approx(alone.losses, rel=1e-9)
     assert (packed.counted, packed.agreed, packed.prefix_agreed) == (alone.counted, alone.agreed, alone.prefix_agreed)
 
 
@@ -244,7 +246,7 @@ def test_bfloat16_is_close_to_float32() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         draft = make_draft(SIZES, teacher, torch.float32)
         draft.compute_dtype = dtype
-        losses.append(score_batch(draft, batch, teacher, torch.ones(STEPS), None)[0].item())
+        losses.append(score_batch(draft, batch, teacher, torch.ones(STEPS), None, KL)[0].item())
     assert losses[0] == pytest.approx(losses[1], rel=0.03)
 
 
@@ -257,7 +259,7 @@ def gradient_rows(batch: Batch) -> list[list[int]]:
         outputs: list[torch.Tensor] = []
         handle = draft.norm.register_forward_hook(lambda _m, _i, output: outputs.append(output))  # noqa: B023
         weights = torch.zeros(STEPS).index_fill_(0, torch.tensor([step]), 1.0)
-        loss, _ = score_batch(draft, batch, teacher, weights, None)
+        loss, _ = score_batch(draft, batch, teacher, weights, None, KL)
         handle.remove()
         (gradient,) = torch.autograd.grad(loss, [outputs[step]])
         found.append((batch.rows[gradient.abs().sum(1) > 0]).tolist())
@@ -284,8 +286,8 @@ def test_m05_a_batch_without_a_supervised_token_is_a_loss_of_zero() -> None:
     teacher = make_teacher(torch.float64)
     draft = make_draft(SIZES, teacher, torch.float64)
     batch = build_batch(make_samples(["pppp", "ppppg"], torch.float64), STEPS)
-    loss, score = score_batch(draft, batch, teacher, torch.ones(STEPS), None)
-    assert (loss.item(), score.counted, score.kl) == (0, [0] * STEPS, [0] * STEPS)
+    loss, score = score_batch(draft, batch, teacher, torch.ones(STEPS), None, KL)
+    assert (loss.item(), score.counted, score.losses) == (0, [0] * STEPS, [0] * STEPS)
 
 
 def test_later_steps_read_the_true_tokens_whatever_the_draft_says() -> None:

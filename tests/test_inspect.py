@@ -1,8 +1,10 @@
 """`eagle3 inspect`: spans, masks and special tokens for a person to read; hostile text; terminals, pagers and pipes."""
 
 import fcntl
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,11 +17,12 @@ from typer.testing import CliRunner
 
 from eagle3 import sample_view, tables
 from eagle3.cli import app
+from eagle3.params import load_params
 from eagle3.sample_view import HEAD_TOKENS, TAIL_TOKENS, View, Words, show_sample
 from eagle3.tables import Row, list_parts
 from tests.terminal import on_terminal
 from tests.tiny_verifiers import build_tokenizer
-from tests.token_tables import token_row, write_params, write_tokens
+from tests.token_tables import token_row, write_params, write_tokens, write_verifier_json
 
 ROOT = Path(__file__).parent.parent
 TOKENIZER = build_tokenizer()
@@ -255,6 +258,19 @@ def test_mistakes_are_one_line_that_names_the_remedy(words: list[str], told: str
 
 
 @pytest.mark.usefixtures("here")
+def test_tokens_of_another_verifier_are_told(tmp_path: Path, here: Path) -> None:
+    """The ids are read with the tokenizer of params.yaml, whoever wrote them."""
+    shutil.copytree("data/tokens", tmp_path / "tokens")
+    write_verifier_json(tmp_path / "verifier.json", load_params(Path("params.yaml")))
+    words = ["inspect", str(tmp_path / "tokens"), "1"]
+    assert CliRunner().invoke(app, words).stderr == ""
+    identity = json.loads((tmp_path / "verifier.json").read_text())
+    (tmp_path / "verifier.json").write_text(json.dumps(identity | {"name": "other/model"}))
+    told = CliRunner().invoke(app, words)
+    assert told.exit_code == 0
+    assert "was written by other/model, but params.yaml names" in told.stderr
+
+
 def test_an_unknown_choice_is_refused() -> None:
     result = CliRunner().invoke(app, ["inspect", "--truncated", "prompt"])
     assert result.exit_code == 2

@@ -1,4 +1,11 @@
-"""Loss and agreement of all steps: KL divergence from the verifier to the draft over the draft vocabulary.
+"""Loss and agreement of all steps: how far the draft is from the verifier over the draft vocabulary.
+
+With p the verifier's distribution and q the draft's, in nats but for the last:
+
+    forward_kl       sum p log(p / q)           soft cross-entropy, less what no draft can change
+    hard_labels      -log q(first choice of p)
+    reverse_kl       sum q log(q / p)
+    total_variation  1 - sum min(p, q)          the chance that speculative sampling rejects the draft's token
 
 Verifier targets are computed once and serve every step; logits exist for one chunk of rows at a time, and their
 gradient is taken in the forward pass, so memory does not grow with rows times vocabulary. The tests have the eager
@@ -8,13 +15,22 @@ Letters: K steps, R query rows, U target rows, H hidden size, D draft vocabulary
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 CHUNK = 256
+Kind = Literal["forward_kl", "hard_labels", "reverse_kl", "total_variation"]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """(1 - acceptance_share) * the loss named `kind` + acceptance_share * total_variation."""
+
+    kind: Kind
+    acceptance_share: float
 
 
 @dataclass(frozen=True)
@@ -36,20 +52,25 @@ class Targets:
 
 @dataclass(frozen=True)
 class StepLosses:
-    """loss: sum over k of weights[k] * kl_sums[k], to differentiate; kl_sums [K]; agreed bool [K, U], where counted."""
+    """loss: sum over k of weights[k] * sums[k], to differentiate; sums [K]; agreed bool [K, U], where counted."""
 
     loss: torch.Tensor
-    kl_sums: torch.Tensor
+    sums: torch.Tensor
     agreed: torch.Tensor
 
 
 def distill(
-    normed: torch.Tensor, head: torch.Tensor, targets: Targets, weights: torch.Tensor, dtype: torch.dtype
+    normed: torch.Tensor,
+    head: torch.Tensor,
+    targets: Targets,
+    weights: torch.Tensor,
+    dtype: torch.dtype,
+    objective: Objective,
 ) -> StepLosses:
-    """KL loss of all steps. normed [K, R, H]: what the draft head [D, H] reads. weights [K]. dtype: of the products."""
+    """Loss of all steps. normed [K, R, H]: what the draft head [D, H] reads. weights [K]. dtype: of the products."""
     if torch.is_grad_enabled():
-        return StepLosses(*_Distill.apply(normed, head, targets, weights, dtype))  # type: ignore[no-untyped-call]
-    return StepLosses(*_by_chunks(normed, head, targets, weights, dtype, None, None))
+        return StepLosses(*_Distill.apply(normed, head, targets, weights, dtype, objective))  # type: ignore[no-untyped-call]
+    return StepLosses(*_by_chunks(normed, head, targets, weights, dtype, objective, None, None))
 
 
 def verifier_choices(states: torch.Tensor, lm_head: torch.Tensor, draft_ids: torch.Tensor) -> torch.Tensor:
@@ -67,11 +88,17 @@ def verifier_choices(states: torch.Tensor, lm_head: torch.Tensor, draft_ids: tor
 class _Distill(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, normed: torch.Tensor, head: torch.Tensor, targets: Targets, weights: torch.Tensor, dtype: torch.dtype
+        ctx: Any,
+        normed: torch.Tensor,
+        head: torch.Tensor,
+        targets: Targets,
+        weights: torch.Tensor,
+        dtype: torch.dtype,
+        objective: Objective,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         grad_normed = torch.zeros_like(normed)
         grad_head = torch.zeros_like(head) if ctx.needs_input_grad[1] else None
-        result = _by_chunks(normed, head, targets, weights, dtype, grad_normed, grad_head)
+        result = _by_chunks(normed, head, targets, weights, dtype, objective, grad_normed, grad_head)
         ctx.save_for_backward(grad_normed, *([] if grad_head is None else [grad_head]))
         ctx.mark_non_differentiable(result[1], result[2])
         return result
@@ -80,7 +107,17 @@ class _Distill(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_normed, *rest = ctx.saved_tensors
-        return grad_normed * grad, rest[0] * grad if rest else None, None, None, None
+        return grad_normed * grad, rest[0] * grad if rest else None, None, None, None, None
+
+
+@dataclass(frozen=True)
+class _Verifier:
+    """p and log p [rows, D], the first choice [rows] and sum p log p [rows] of a chunk."""
+
+    p: torch.Tensor
+    log_p: torch.Tensor
+    choice: torch.Tensor
+    negative_entropy: torch.Tensor
 
 
 def _by_chunks(
@@ -89,32 +126,73 @@ def _by_chunks(
     targets: Targets,
     weights: torch.Tensor,
     dtype: torch.dtype,
+    objective: Objective,
     grad_normed: torch.Tensor | None,
     grad_head: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Loss, kl_sums and agreed; adds the gradients into grad_normed and grad_head where they are given."""
+    """Loss, its sums and agreed; adds the gradients into grad_normed and grad_head where they are given."""
     wide = torch.promote_types(dtype, torch.float32)
     draft_head, verifier_head = head.detach().to(dtype), targets.head.to(dtype)
-    kl_sums = torch.zeros(len(normed), dtype=wide, device=normed.device)
+    sums = torch.zeros(len(normed), dtype=wide, device=normed.device)
     agreed = torch.zeros_like(targets.counted)
     for at in range(0, len(targets.states), CHUNK):
         part = slice(at, at + CHUNK)
-        log_target = functional.linear(targets.states[part].to(dtype), verifier_head).to(wide).log_softmax(-1)
-        target = log_target.exp()
-        entropy = _row_dot(target, log_target)
-        choices = target.argmax(-1) if targets.choices is None else targets.choices[part]
+        log_p = functional.linear(targets.states[part].to(dtype), verifier_head).to(wide).log_softmax(-1)
+        p = log_p.exp()
+        verifier = _Verifier(p, log_p, p.argmax(-1), _row_dot(p, log_p))
+        choices = verifier.choice if targets.choices is None else targets.choices[part]
         for step, states in enumerate(normed):
             counted, rows = targets.counted[step, part], targets.source[step, part]
             inputs = states[rows].to(dtype)
-            log_draft = functional.linear(inputs, draft_head).to(wide).log_softmax(-1)
-            kl_sums[step] += ((entropy - _row_dot(target, log_draft)) * counted).sum()
-            agreed[step, part] = (log_draft.argmax(-1) == choices) & counted
+            log_q = functional.linear(inputs, draft_head).to(wide).log_softmax(-1)
+            sums[step] += (_values(objective, verifier, log_q) * counted).sum()
+            agreed[step, part] = (log_q.argmax(-1) == choices) & counted
             if grad_normed is not None:
-                grad = log_draft.exp_().sub_(target).mul_((counted * weights[step])[:, None]).to(dtype)
+                grad = _gradient(objective, verifier, log_q).mul_((counted * weights[step])[:, None]).to(dtype)
                 grad_normed[step].index_add_(0, rows, (grad @ draft_head).to(grad_normed.dtype))
                 if grad_head is not None:
                     grad_head += grad.T @ inputs
-    return (kl_sums * weights).sum(), kl_sums, agreed
+    return (sums * weights).sum(), sums, agreed
+
+
+def _values(objective: Objective, verifier: _Verifier, log_q: torch.Tensor) -> torch.Tensor:
+    """The loss of each row [rows]."""
+    share = objective.acceptance_share
+    if share == 1 or objective.kind == "total_variation":
+        return 1 - torch.minimum(verifier.p, log_q.exp()).sum(-1)
+    match objective.kind:
+        case "forward_kl":
+            value = verifier.negative_entropy - _row_dot(verifier.p, log_q)
+        case "hard_labels":
+            value = -log_q.gather(1, verifier.choice[:, None])[:, 0]
+        case "reverse_kl":
+            value = _row_dot(log_q.exp(), log_q - verifier.log_p)
+    if not share:
+        return value
+    return value * (1 - share) + share * (1 - torch.minimum(verifier.p, log_q.exp()).sum(-1))
+
+
+def _gradient(objective: Objective, verifier: _Verifier, log_q: torch.Tensor) -> torch.Tensor:
+    """The gradient of each row's loss with respect to the draft's logits [rows, D]. Overwrites log_q."""
+    share = objective.acceptance_share
+    if share == 1 or objective.kind == "total_variation":
+        return _acceptance_gradient(verifier, log_q.exp_())
+    blend = _acceptance_gradient(verifier, log_q.exp()).mul_(share) if share else None
+    match objective.kind:
+        case "forward_kl":
+            grad = log_q.exp_().sub_(verifier.p)
+        case "hard_labels":
+            grad = log_q.exp_()
+            grad.scatter_add_(1, verifier.choice[:, None], -torch.ones_like(grad[:, :1]))
+        case "reverse_kl":
+            q, ratio = log_q.exp(), log_q.sub_(verifier.log_p)
+            grad = ratio.sub_(_row_dot(q, ratio)[:, None]).mul_(q)
+    return grad if blend is None else grad.mul_(1 - share).add_(blend)
+
+
+def _acceptance_gradient(verifier: _Verifier, q: torch.Tensor) -> torch.Tensor:
+    below = (q < verifier.p).to(q.dtype)  # where more of q would be accepted
+    return (_row_dot(q, below)[:, None] - below) * q
 
 
 def _row_dot(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -20,9 +20,11 @@ from eagle3.console import Interrupted, Progress, say, visible
 from eagle3.digests import digest, digest_file
 from eagle3.draft.checkpoint import CheckpointStore, TrainingState
 from eagle3.draft.data import Batch, BatchStream, Corpus, SampleRef, plan_epoch
+from eagle3.draft.loss import Objective
 from eagle3.draft.model import DraftModel, DraftSizes, initialise
 from eagle3.draft.ttt import Score, Teacher, empty_score, full_choices, make_teacher, score_batch
 from eagle3.draft.vocab import DraftVocabulary
+from eagle3.draft.warm_start import Checkpoint
 from eagle3.params import TrainParams
 from eagle3.schemas import SCHEMA_VERSION
 from eagle3.verifier import HeadWeights, VerifierIdentity
@@ -81,14 +83,21 @@ def learning_rate(step: int, total: int, params: TrainParams) -> float:
     return params.learning_rate * (final + (1 - final) * (1 + math.cos(math.pi * progress)) / 2)
 
 
-def run_key(corpus: Corpus, verifier: VerifierIdentity, params: TrainParams, device: torch.device) -> str:
+def run_key(
+    corpus: Corpus,
+    verifier: VerifierIdentity,
+    params: TrainParams,
+    device: torch.device,
+    warm_start: Checkpoint | None = None,
+) -> str:
     """Digest of everything that determines the weights of a run, this package's code included."""
-    settings = params.model_dump(exclude={"checkpoint_every_s", "export_dtype"})
+    settings = params.model_dump(exclude={"checkpoint_every_s", "export_dtype", "warm_start"})
     code = {path.name: digest_file(path) for path in sorted(Path(__file__).parent.glob("*.py"))}
     return digest(
         {
             "schema": SCHEMA_VERSION,
             "params": settings,
+            "warm_start": warm_start and warm_start.digest,
             "states": corpus.fingerprint,
             "verifier": verifier.digest,
             "aux_layer_ids": verifier.aux_layer_ids,
@@ -135,17 +144,22 @@ class Trainer:
         head: HeadWeights,
         params: TrainParams,
         store: CheckpointStore,
+        warm_start: Checkpoint | None = None,
     ):
         self.corpus, self.params, self.store = corpus, params, store
         self.device = choose_device()
         self.teacher: Teacher = make_teacher(head, vocabulary, self.device)
         self.draft = DraftModel(sizes, PRECISIONS[params.precision])
         initialise(self.draft, self.teacher.draft_head, self.teacher.norm, params.seed)
+        if warm_start is not None:
+            known = warm_start.load_into(self.draft, vocabulary)
+            say(f"train: going on from {warm_start.folder}, which knows {known:,} of {len(vocabulary):,} draft tokens")
         self.draft.to(self.device)
         self.draft.lm_head.weight.requires_grad_(not params.freeze_lm_head)
         self.trained = {name: value for name, value in self.draft.named_parameters() if value.requires_grad}
         self.optimiser = make_optimiser(list(self.trained.values()), params)
         self.schedule = make_schedule(corpus.train, params)
+        self.objective = Objective(params.loss, params.acceptance_share)
         self.decay = [params.ttt_loss_decay**step for step in range(params.ttt_steps)]
         self.state = TrainingState()
         self._choices: list[torch.Tensor] = []  # the verifier's first choices on each validation batch, once known
@@ -204,7 +218,7 @@ class Trainer:
         weights = torch.tensor(self.decay, device=self.device) / counted.clamp(min=1)
         score = empty_score(len(self.decay))
         for batch in batches:
-            loss, part = score_batch(self.draft, batch, self.teacher, weights, None)
+            loss, part = score_batch(self.draft, batch, self.teacher, weights, None, self.objective)
             loss.backward()
             score.add(part)
         norm = torch.nn.utils.clip_grad_norm_(self.trained.values(), self.params.max_gradient_norm)
@@ -281,7 +295,7 @@ class Trainer:
         if number == len(self._choices):
             self._choices.append(full_choices(batch, self.teacher))
         choices = self._choices[number] if number < len(self._choices) else full_choices(batch, self.teacher)
-        return score_batch(self.draft, batch, self.teacher, weights, choices)[1]
+        return score_batch(self.draft, batch, self.teacher, weights, choices, self.objective)[1]
 
     def _log(self, live: Live, values: dict[str, float]) -> None:
         point = {"step": float(self.state.step), **values}

@@ -13,7 +13,7 @@ import torch
 
 from eagle3.draft.attention import LayerMemory
 from eagle3.draft.data import Batch
-from eagle3.draft.loss import Targets, distill, verifier_choices
+from eagle3.draft.loss import Objective, Targets, distill, verifier_choices
 from eagle3.draft.model import DraftModel, rms_norm
 from eagle3.draft.vocab import DraftVocabulary
 from eagle3.verifier import HeadWeights
@@ -39,10 +39,10 @@ class Teacher:
 class Score:
     """Sums and counts over rows; one entry per step.
 
-    kl [K] over counted [K]; agreed [K] over counted [K]; prefix_agreed [K] over prefix_counted [K].
+    losses [K] over counted [K]; agreed [K] over counted [K]; prefix_agreed [K] over prefix_counted [K].
     """
 
-    kl: list[float]
+    losses: list[float]
     counted: list[int]
     agreed: list[int]
     prefix_agreed: list[int]
@@ -50,7 +50,7 @@ class Score:
 
     def add(self, other: "Score") -> None:
         """Add another batch's sums and counts."""
-        self.kl = [a + b for a, b in zip(self.kl, other.kl, strict=True)]
+        self.losses = [a + b for a, b in zip(self.losses, other.losses, strict=True)]
         for mine, theirs in (
             (self.counted, other.counted),
             (self.agreed, other.agreed),
@@ -62,7 +62,8 @@ class Score:
     def loss(self, decay: float) -> float:
         """The weighted loss over everything that was added."""
         return sum(
-            decay**step * kl / max(count, 1) for step, (kl, count) in enumerate(zip(self.kl, self.counted, strict=True))
+            decay**step * total / max(count, 1)
+            for step, (total, count) in enumerate(zip(self.losses, self.counted, strict=True))
         )
 
     def agreement(self) -> list[float]:
@@ -112,18 +113,23 @@ def unroll(draft: DraftModel, batch: Batch, embed_tokens: torch.Tensor) -> torch
 
 
 def score_batch(
-    draft: DraftModel, batch: Batch, teacher: Teacher, weights: torch.Tensor, choices: torch.Tensor | None
+    draft: DraftModel,
+    batch: Batch,
+    teacher: Teacher,
+    weights: torch.Tensor,
+    choices: torch.Tensor | None,
+    objective: Objective,
 ) -> tuple[torch.Tensor, Score]:
     """Loss of one batch (to differentiate) and its sums and counts.
 
-    weights [K]: what each step's KL sum is multiplied with in the loss. choices int64 [U]: draft ids of the verifier's
+    weights [K]: what each step's sum is multiplied with in the loss. choices int64 [U]: draft ids of the verifier's
     first choices over its full vocabulary; None = within the draft vocabulary, with targets outside it missed.
     """
     normed = unroll(draft, batch, teacher.embed_tokens)
     states = rms_norm(batch.target_states, teacher.norm, teacher.rms_norm_eps)
     targets = Targets(states, teacher.draft_head, batch.source, batch.counted, choices)
-    losses = distill(normed, draft.lm_head.weight, targets, weights, draft.compute_dtype)
-    return losses.loss, _summarise(batch, losses.kl_sums, losses.agreed)
+    losses = distill(normed, draft.lm_head.weight, targets, weights, draft.compute_dtype, objective)
+    return losses.loss, _summarise(batch, losses.sums, losses.agreed)
 
 
 def full_choices(batch: Batch, teacher: Teacher) -> torch.Tensor:
@@ -132,7 +138,7 @@ def full_choices(batch: Batch, teacher: Teacher) -> torch.Tensor:
     return verifier_choices(states, teacher.lm_head, teacher.draft_ids)
 
 
-def _summarise(batch: Batch, kl_sums: torch.Tensor, agreed: torch.Tensor) -> Score:
+def _summarise(batch: Batch, sums: torch.Tensor, agreed: torch.Tensor) -> Score:
     rows = len(batch.rows)
     hit = torch.ones(rows, dtype=torch.bool, device=agreed.device)
     counts = torch.ones(rows, dtype=torch.bool, device=agreed.device)
@@ -145,7 +151,7 @@ def _summarise(batch: Batch, kl_sums: torch.Tensor, agreed: torch.Tensor) -> Sco
         prefix.append(torch.stack([(hit & counts).sum(), counts.sum()]))
     prefix_sums = torch.stack(prefix).tolist()
     return Score(
-        kl=kl_sums.tolist(),
+        losses=sums.tolist(),
         counted=batch.counted.sum(1).tolist(),
         agreed=agreed.sum(1).tolist(),
         prefix_agreed=[hits for hits, _ in prefix_sums],
