@@ -129,9 +129,10 @@ def plan_shards(
 
 
 class ShardStore:
-    """Finished shards in the work folder: <key>.safetensors, and <key>.json written after it.
+    """Finished shards in the work folder: <key>.safetensors, and <key>.json, which is there before it.
 
-    A context manager: what an interrupted run left half done is removed at both ends.
+    A context manager: what an interrupted run left half done is removed at both ends. Partial files have names of this
+    run, so that an engine that outlives the run before finds none to write to.
     """
 
     def __init__(self, folder: Path):
@@ -163,7 +164,8 @@ class ShardStore:
     def facts(self, planned: PlannedShard) -> ShardFacts | None:
         """The facts of a finished shard, or None when it is absent or damaged.
 
-        The size and the header are always checked; the digest only when the file was touched since it was written.
+        The size and the header are always checked; the digest only when the file has another time than it was written
+        at. (No clock is asked: that time is only compared with itself.)
         """
         path = self.path(planned.key)
         try:
@@ -180,7 +182,7 @@ class ShardStore:
         return facts if untouched and shard.metadata["key"] == planned.key else None
 
     def keep(self, key: str, problems: dict[int, Problem], agreement: Agreement) -> ShardFacts:
-        """Take a complete partial file in: fsync, digest, rename, and the facts last."""
+        """Take a complete partial file in: fsync, digest, the facts, and its name last. From then on it is finished."""
         partial, path = self.partial(key), self.path(key)
         shard = open_shard(partial)
         bounds = zip(shard.offsets, shard.offsets[1:], strict=False)
@@ -188,9 +190,10 @@ class ShardStore:
         _fsync(partial)
         state = partial.stat()
         facts = ShardFacts(digest_file(partial), state.st_size, state.st_mtime_ns, loss_tokens, problems, agreement)
-        path.with_suffix(".json").unlink(missing_ok=True)
-        partial.replace(path)
         write_file(path.with_suffix(".json"), _facts_to_json(facts))
+        if path.exists():  # a damaged one, and with hard links an object of DVC's cache, which DVC trusts if read-only
+            path.chmod(0o644)
+        partial.replace(path)
         return facts
 
 
@@ -373,6 +376,8 @@ def require_room(folder: Path, out: Path, missing: Sequence[PlannedShard], plan:
     seen: set[int] = set()
     for place, shards in places:
         place.mkdir(parents=True, exist_ok=True)
+        if not os.access(place, os.W_OK):
+            raise ValueError(f"{place} is read-only; make it writable and run again: finished shards are kept")
         device = place.stat().st_dev
         if device not in seen:
             needs[device] = (place, sum(shard.size for shard in shards))

@@ -27,7 +27,10 @@ def check_sources(params: Params, pipeline: Path, declared: list[str]) -> None:
     """Every prompt file exists and is a dependency of `prompts`, or DVC would not notice its changes."""
     for source in params.prompts.sources:
         if not Path(source.path).is_file():
-            raise ValueError(f"prompts.sources: {source.path} (named {source.name}) is not a file here")
+            raise ValueError(
+                f"prompts.sources: {source.path} (named {source.name}) is not a file here; if it is new, `git add` it: "
+                "`dvc exp run --queue` and `--temp` start from what git tracks"
+            )
         if source.path not in declared:
             raise ValueError(
                 f"prompts.sources: {source.path} is not under deps of the stage `prompts` in {pipeline}; "

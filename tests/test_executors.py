@@ -250,7 +250,7 @@ class StageProcess:
 
     def await_shards(self, count: int) -> list[psutil.Process]:
         """Wait until so many shards are finished; all processes below the stage."""
-        wait_until(lambda: len(list(self._run.work.glob("*.json"))) >= count or self._process.poll() is not None, 120)
+        wait_until(lambda: len(list(self._run.work.glob("*.safetensors"))) >= count or self._process.poll() is not None, 120)
         assert self._process.poll() is None
         return psutil.Process(self._process.pid).children(recursive=True)
 
@@ -274,7 +274,7 @@ def test_a_stage_that_is_ended_takes_everything_along_and_goes_on_later(
     assert code == (-number if number == signal.SIGKILL else 130), told
     assert not psutil.wait_procs(below, 20)[1]
     assert not run.out.exists()
-    kept = {path.stem: path.with_suffix(".safetensors").stat().st_mtime_ns for path in run.work.glob("*.json")}
+    kept = {path.stem: path.stat().st_mtime_ns for path in run.work.glob("*.safetensors")}
     run.requests()
     metrics = run.extract(rows)
     assert metrics["shards_reused"] == len(kept) >= 2
@@ -426,7 +426,7 @@ def test_a_driver_that_is_killed_leaves_no_worker_on_a_cluster(
     assert len(ours_below(process)) >= 4
     assert stage.end(signal.SIGKILL)[0] == -signal.SIGKILL
     wait_until(lambda: not ours_below(process), 30)
-    kept = len(list(run.work.glob("*.json")))
+    kept = len(run.shards())
     assert run.extract(rows)["shards_reused"] == kept >= 2
     assert process.is_running()
 

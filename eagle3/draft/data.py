@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from eagle3.digests import digest_tokens
 from eagle3.draft.attention import Document
 from eagle3.schemas import STATES
 from eagle3.shards import Sample, Shard, open_shard
@@ -41,6 +42,7 @@ class SampleRef:
     """Where a sample lies."""
 
     sample_id: str
+    sample_digest: str
     split: str
     shard: str
     position: int
@@ -131,6 +133,8 @@ def _teaches(ref: SampleRef) -> bool:
 
 def _check_shard(path: Path, verifier: VerifierIdentity) -> None:
     metadata = open_shard(path).metadata
+    if metadata["key"] != path.stem:
+        raise ValueError(f"{path}: it holds the shard {metadata['key']}: renamed or swapped; {_remedy(path)}")
     found = {key: metadata[key] for key in ("verifier_digest", "hidden_size", "prenorm")}
     expected = {"verifier_digest": verifier.digest, "hidden_size": str(verifier.hidden_size), "prenorm": "true"}
     found["aux_layer_ids"] = str(json.loads(metadata["aux_layer_ids"]))
@@ -318,20 +322,27 @@ def load_batch(folder: Path, refs: Sequence[SampleRef], steps: int) -> Batch:
         if not (_finite(sample.aux_hidden_states) and _finite(sample.last_hidden_states)):
             raise ValueError(
                 f"{folder / ref.shard}: sample {ref.sample_id} has states that are not finite; "
-                "remove the shard from the work store and run `dvc repro extract`"
+                f"{_remedy(folder / ref.shard)}"
             )
         samples.append((ref.sample_id, sample))
     return build_batch(samples, steps)
 
 
 def _load(folder: Path, ref: SampleRef) -> Sample:
-    sample = _opened(folder / ref.shard).sample(ref.position)
-    if len(sample.input_ids) != ref.length:
-        raise ValueError(
-            f"{folder / ref.shard}: sample {ref.sample_id} has {len(sample.input_ids)} tokens, the index says "
-            f"{ref.length}; `dvc checkout --force` restores the shard"
-        )
-    return sample
+    shard = _opened(folder / ref.shard)
+    if ref.position < len(shard):
+        sample = shard.sample(ref.position)
+        found = digest_tokens(sample.input_ids, sample.loss_mask)
+        if (len(sample.input_ids), found) == (ref.length, ref.sample_digest):
+            return sample
+    raise ValueError(
+        f"{folder / ref.shard}: ids and mask at position {ref.position} are not those of sample {ref.sample_id} "
+        f"({ref.length} tokens) in {INDEX}: another or a damaged shard; {_remedy(folder / ref.shard)}"
+    )
+
+
+def _remedy(shard: Path) -> str:
+    return f"`eagle3 verify {shard.parent}` says what brings it back"
 
 
 @lru_cache(maxsize=OPEN_SHARDS)
