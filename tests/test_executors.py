@@ -250,7 +250,9 @@ class StageProcess:
 
     def await_shards(self, count: int) -> list[psutil.Process]:
         """Wait until so many shards are finished; all processes below the stage."""
-        wait_until(lambda: len(list(self._run.work.glob("*.safetensors"))) >= count or self._process.poll() is not None, 120)
+        wait_until(
+            lambda: len(list(self._run.work.glob("*.safetensors"))) >= count or self._process.poll() is not None, 120
+        )
         assert self._process.poll() is None
         return psutil.Process(self._process.pid).children(recursive=True)
 
