@@ -388,10 +388,12 @@ sys.stdin.read()
 
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, psutil.Process]]:
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, psutil.Process]]:
     """Address and process of a Ray that others started."""
     for name, value in executors.own_cluster_environment().items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv("EAGLE3_FAKE", json.dumps({"seconds_each": 0.2}))
+    monkeypatch.setenv("EAGLE3_FAKE_REQUESTS", str(tmp_path / "requests.log"))  # engines have what the cluster has
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as scratch:
         command = [sys.executable, "-c", CLUSTER, scratch]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -423,9 +425,9 @@ def test_a_driver_that_is_killed_leaves_no_worker_on_a_cluster(
 ) -> None:
     address, process = cluster
     run = make_run(tmp_path, monkeypatch, **RAY, extract__ray_address=address)
-    stage = StageProcess(run, rows, crew_of=2, seconds_each=0.1)
+    stage = StageProcess(run, rows)
+    wait_until(lambda: len(ours_below(process)) >= 4, 60)
     stage.await_shards(2)
-    assert len(ours_below(process)) >= 4
     assert stage.end(signal.SIGKILL)[0] == -signal.SIGKILL
     wait_until(lambda: not ours_below(process), 30)
     kept = len(run.shards())

@@ -49,13 +49,17 @@ class Crew:
     setting: str
     logs: Path
 
+    def log(self, number: int) -> Path:
+        """Where a worker's own output goes."""
+        return self.logs / f"{self.name}-worker-{number}.log"
+
     def process(self, number: int, share: Share, place: str = "") -> EngineProcess:
         """A worker, not yet started. place: where it is, for errors."""
         return EngineProcess(
             "eagle3.serving.executors:work",
             (self.target, number, self.arguments),
             share.environment,
-            self.logs / f"{self.name}-worker-{number}.log",
+            self.log(number),
             f"{self.name} worker {number}{place}",
         )
 
@@ -257,8 +261,5 @@ def run(units: Sequence[Unit], crew: Crew, executor: str, ray_address: str | Non
         environment = {} if address else own_cluster_environment()
         log = crew.logs / f"{crew.name}-ray.log"
         with EngineProcess(RAY, arguments, environment, log, f"{crew.name} on Ray") as process:
-            left = len(units)
-            while left:
-                event = process.receive(None)
-                left -= isinstance(event, Finished)
+            while (event := process.receive(None)) is not None:
                 yield event

@@ -264,7 +264,8 @@ def _die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def _terminated(_number: int, _frame: FrameType | None) -> None:
+def terminated(_number: int, _frame: FrameType | None) -> None:
+    """Handler of SIGTERM in a child: it ends as if it had returned, once."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise SystemExit(0)
 
@@ -272,7 +273,7 @@ def _terminated(_number: int, _frame: FrameType | None) -> None:
 def _run(descriptor: int, parent: int) -> None:
     """The child: receive the target and its arguments, call it, report what it raises."""
     _die_with_parent(parent)
-    signal.signal(signal.SIGTERM, _terminated)
+    signal.signal(signal.SIGTERM, terminated)
     pipe = ParentPipe(Connection(descriptor))
     name, arguments = pipe.receive()
     try:

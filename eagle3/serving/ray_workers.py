@@ -6,8 +6,12 @@ everywhere, and dies with its actor, which dies with its driver.
     stage -> this process (driver; a cluster of our own ends with it) -> actor -> worker's process -> engine
 """
 
+import os
 import select
+import signal
 import socket
+import subprocess
+import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
@@ -20,7 +24,7 @@ from eagle3.console import visible
 from eagle3.serving.devices import WHOLE_MACHINE, Share, core_shares, device_shares
 from eagle3.serving.engine import runs_on_cpu
 from eagle3.serving.executors import LOST, Crew, Unit, hand_out
-from eagle3.serving.process import EngineError, EngineLost, ParentPipe
+from eagle3.serving.process import EngineError, EngineLost, ParentPipe, terminated
 
 NEWS_S = 1.0  # an actor waits so long for news of its worker before it says that there are none
 SILENCE_S = 60.0  # an actor that was there and answers nothing for so long is lost
@@ -136,23 +140,31 @@ class RayWorkers:
             try:
                 self._told.extend((number, kind, content) for kind, content in ray.get(call))
             except RayActorError as error:
-                reason = visible(" ".join(str(error).split()), 500)
-                self._told.append((number, LOST, f"{self._crew.name} worker {number}: its actor is gone: {reason}"))
+                self._told.append((number, LOST, self._trouble(number, f"is gone: {' '.join(str(error).split())}")))
         now = time.monotonic()
         for number in [number for number in self._calls.values() if now - self._asked.get(number, now) > SILENCE_S]:
-            told = f"{self._crew.name} worker {number}: its actor has been silent for {SILENCE_S:g} s"
-            self._told.append((number, LOST, told))
+            self._told.append((number, LOST, self._trouble(number, f"has been silent for {SILENCE_S:g} s")))
+
+    def _trouble(self, number: int, what: str) -> str:
+        return f"{self._crew.name} worker {number}: its actor {visible(what, 500)}; log: {self._crew.log(number)}"
 
 
 def run(pipe: ParentPipe, units: Sequence[Unit], crew: Crew, address: str | None, scratch: str) -> None:
-    """For EngineProcess: sends the events of executors.run. scratch: a folder for the files of a cluster of our own."""
+    """For EngineProcess: sends the events of executors.run, and None when all has ended.
+
+    scratch: a folder for the files of a cluster of our own.
+    """
+    # Some of Ray's helpers outlive a killed driver by a minute: with the guard, all of this process group ends with it.
+    subprocess.Popen([sys.executable, "-m", "eagle3.serving.guard", str(os.getpid()), "sleep", "infinity"])
     try:
         cpus, gpus = _join(address, crew) if address else _start(crew, scratch)
+        signal.signal(signal.SIGTERM, terminated)  # Ray has put a handler of its own there, which leaves no time
         with RayWorkers(crew, cpus, gpus) as workers:
             for event in hand_out(units, workers, crew.name):
                 pipe.send(event)
     finally:
         ray.shutdown()
+    pipe.send(None)
 
 
 def _start(crew: Crew, scratch: str) -> tuple[int, int]:
