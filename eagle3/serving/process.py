@@ -264,8 +264,7 @@ def _die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def terminated(_number: int, _frame: FrameType | None) -> None:
-    """Handler of SIGTERM in a child: it ends as if it had returned, once."""
+def _terminated(_number: int, _frame: FrameType | None) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise SystemExit(0)
 
@@ -273,7 +272,7 @@ def terminated(_number: int, _frame: FrameType | None) -> None:
 def _run(descriptor: int, parent: int) -> None:
     """The child: receive the target and its arguments, call it, report what it raises."""
     _die_with_parent(parent)
-    signal.signal(signal.SIGTERM, terminated)
+    signal.signal(signal.SIGTERM, _terminated)
     pipe = ParentPipe(Connection(descriptor))
     name, arguments = pipe.receive()
     try:

@@ -8,7 +8,6 @@ everywhere, and dies with its actor, which dies with its driver.
 
 import os
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from eagle3.console import visible
 from eagle3.serving.devices import WHOLE_MACHINE, Share, core_shares, device_shares
 from eagle3.serving.engine import runs_on_cpu
 from eagle3.serving.executors import LOST, Crew, Unit, hand_out
-from eagle3.serving.process import EngineError, EngineLost, ParentPipe, terminated
+from eagle3.serving.process import EngineError, EngineLost, ParentPipe
 
 NEWS_S = 1.0  # an actor waits so long for news of its worker before it says that there are none
 SILENCE_S = 60.0  # an actor that was there and answers nothing for so long is lost
@@ -152,13 +151,12 @@ class RayWorkers:
 def run(pipe: ParentPipe, units: Sequence[Unit], crew: Crew, address: str | None, scratch: str) -> None:
     """For EngineProcess: sends the events of executors.run, and None when all has ended.
 
-    scratch: a folder for the files of a cluster of our own.
+    scratch: a folder for the files of a cluster of our own. SIGTERM ends it at once: Ray sees to that.
     """
     # Some of Ray's helpers outlive a killed driver by a minute: with the guard, all of this process group ends with it.
     subprocess.Popen([sys.executable, "-m", "eagle3.serving.guard", str(os.getpid()), "sleep", "infinity"])
     try:
         cpus, gpus = _join(address, crew) if address else _start(crew, scratch)
-        signal.signal(signal.SIGTERM, terminated)  # Ray has put a handler of its own there, which leaves no time
         with RayWorkers(crew, cpus, gpus) as workers:
             for event in hand_out(units, workers, crew.name):
                 pipe.send(event)
