@@ -27,6 +27,7 @@ from eagle3.serving import executors
 from eagle3.serving.devices import WHOLE_MACHINE, Share, device_shares
 from eagle3.serving.engine import usable_cores, vllm_package
 from eagle3.serving.executors import ASK, DONE, LOSSES, LOST, Finished, Lost, Ready, Unit, hand_out
+from eagle3.serving.ray_workers import largest_share
 from eagle3.serving.recorder import digest_ids
 from eagle3.tables import Row
 from eagle3.verifier import write_identity
@@ -110,6 +111,14 @@ def test_shares_of_cores_and_gpus_are_disjoint(monkeypatch: pytest.MonkeyPatch) 
     assert shares[1].environment == {"CUDA_VISIBLE_DEVICES": "GPU-ab,7"}
     with pytest.raises(ValueError, match=r"s = 3: with engine.tensor_parallel_size = 2 that takes 6 GPUs, .* has 5"):
         device_shares(3, 2, "s")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "count", "size"),
+    [([8], 1, 8), ([8], 3, 2), ([4, 4], 1, 4), ([4, 8], 2, 4), ([4, 8], 3, 4), ([2], 3, 0), ([8, 0], 8, 1), ([], 1, 0)],
+)
+def test_a_worker_has_devices_of_one_node(nodes: list[int], count: int, size: int) -> None:
+    assert largest_share(nodes, count) == size
 
 
 @pytest.fixture(autouse=True)
@@ -415,7 +424,9 @@ def test_a_cluster_that_runs_is_joined_and_left_as_it_was(
     assert run.extract(rows)["rows_out"] == 60
     assert process.is_running()
     assert not ours_below(process)
-    with pytest.raises(ValueError, match=rf"extract.workers = 3 take 3 CPUs; Ray at {address} has 2"):
+    with pytest.raises(
+        ValueError, match=rf"extract.workers = 3, each with 1 CPU of one node: Ray at {address} has nodes with 2"
+    ):
         make_run(tmp_path, monkeypatch, **RAY | changes | {"extract__workers": 3}).extract(rows[:10], seconds_each=0)
 
 

@@ -187,9 +187,21 @@ def _join(address: str, crew: Crew) -> tuple[int, int]:
         ray.init(address=address, log_to_driver=False)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ValueError(f"Ray at {address} cannot be joined: {error}") from None
-    there = ray.cluster_resources()
-    kind, each = ("CPU", 1) if runs_on_cpu() else ("GPU", crew.tensor_parallel_size)
-    has = int(there.get(kind, 0))
-    if crew.count * each > has:
-        raise ValueError(f"{crew.setting} = {crew.count} take {crew.count * each} {kind}s; Ray at {address} has {has}")
-    return (has // crew.count, 0) if kind == "CPU" else (1, each)
+    kind, least = ("CPU", 1) if runs_on_cpu() else ("GPU", crew.tensor_parallel_size)
+    nodes = [int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"]]
+    size = largest_share(nodes, crew.count)
+    if size < least:
+        raise ValueError(
+            f"{crew.setting} = {crew.count}, each with {least} {kind} of one node: Ray at {address} has nodes with "
+            f"{', '.join(map(str, nodes))}"
+        )
+    return (size, 0) if kind == "CPU" else (1, least)
+
+
+def largest_share(nodes: Sequence[int], count: int) -> int:
+    """The most devices that `count` workers can have each, all of one node; 0 when there are too few.
+
+    nodes: how many each node has.
+    """
+    sizes = range(1, max(nodes, default=0) + 1)
+    return max((size for size in sizes if sum(has // size for has in nodes) >= count), default=0)
