@@ -7,7 +7,6 @@ alone (content-defined boundaries), so an unchanged stretch of the table is neve
 import json
 import os
 import secrets
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
@@ -363,33 +362,6 @@ def require_agreement(key: str, problems: dict[int, Problem], agreement: Agreeme
         + ". Likely causes: the tokens come from another verifier or another revision of it, states of a wrong layer or"
         " after the final norm, shifted rows, swapped samples"
     )
-
-
-def require_room(folder: Path, out: Path, missing: Sequence[PlannedShard], plan: Sequence[PlannedShard]) -> int:
-    """Bytes that recording will write; raises ValueError when a disk has not enough room for them.
-
-    Out and cache are hard links of the work store where they share its filesystem, and copies elsewhere.
-    """
-    cache = Path(os.environ.get("DVC_ROOT", ".")) / ".dvc" / "cache"
-    needs: dict[int, tuple[Path, int]] = {}
-    places = [(folder, missing), (out.absolute().parent, plan), *([(cache, plan)] if cache.is_dir() else [])]
-    seen: set[int] = set()
-    for place, shards in places:
-        place.mkdir(parents=True, exist_ok=True)
-        if not os.access(place, os.W_OK):
-            raise ValueError(f"{place} is read-only; make it writable and run again: finished shards are kept")
-        device = place.stat().st_dev
-        if device not in seen:
-            needs[device] = (place, sum(shard.size for shard in shards))
-        seen.add(device)
-    for place, needed in needs.values():
-        free = shutil.disk_usage(place).free
-        if needed > free:
-            raise ValueError(
-                f"{place}: hidden states need {needed:,} bytes, {free:,} are free. Free some room (`eagle3 work gc`),"
-                " set EAGLE3_WORK_DIR to a larger disk, or take fewer prompts (prompts.sources[].limit)"
-            )
-    return sum(shard.size for shard in missing)
 
 
 def write_hidden_states(

@@ -12,12 +12,12 @@ from eagle3.hidden_states import (
     missing_shards,
     plan_shards,
     require_agreement,
-    require_room,
     shard_metrics,
     write_hidden_states,
 )
 from eagle3.params import load_params
 from eagle3.recording import Recording, record, record_with_crew
+from eagle3.room import require_room
 from eagle3.serving.executors import require_executor
 from eagle3.stage import run_stage
 from eagle3.tables import Account, write_metrics
@@ -38,7 +38,7 @@ def extract(tokens: Path, verifier: Path, hidden_states: Path, metrics: Path, pa
         for key, there in facts.items():
             require_agreement(key, there.problems, there.agreement, params.extract)
         missing = {shard.key: shard for shard in plan if shard.key not in facts}
-        needed = require_room(folder, hidden_states, list(missing.values()), plan)
+        needed = require_room(folder, hidden_states, missing.values(), plan, params.extract.storage)
         say(f"extract: {len(plan)} shards, {len(facts)} of them there; {needed / 1e9:,.2f} GB to record")
         tokens_per_second = 0.0
         recording = Recording(identity, params.verifier, params.engine, params.extract)
