@@ -157,8 +157,9 @@ def require_room(work: Path, out: Path, missing: Iterable[Sized], plan: Sequence
     tracked = open_tracked()
     cache = find_cache(tracked)
     for place in (work, out.absolute().parent, *([cache.folder] if cache is not None else [])):
-        if place.is_dir() and not os.access(place, os.W_OK):
-            raise ValueError(f"{place} is read-only; make it writable and run again: finished shards are kept")
+        there = _existing(place)
+        if not os.access(there, os.W_OK):
+            raise ValueError(f"{there} is read-only; make it writable and run again: finished shards are kept")
     volume = measure_volume(plan, missing, tracked, cache, out)
     for filesystem in filesystems(lay_out(work, out.absolute(), cache, volume), freed=0):
         if not filesystem.fits:
