@@ -26,7 +26,7 @@ def run_engine(pipe: ParentPipe, arguments: dict[str, Any]) -> None:
     hidden = json.loads((Path(arguments["model"]) / "config.json").read_text())["hidden_size"]
     blocks = CACHE_TOKENS // BLOCK_TOKENS
     cache = torch.randn(blocks, layers, BLOCK_TOKENS, hidden).to(DTYPES[arguments["dtype"]])
-    writer = StateWriter(cache, transfer["completions"], transfer["max_pending_bytes"])
+    writer = StateWriter(cache, cache.dtype, transfer["completions"], transfer["max_pending_bytes"])
     pipe.send({"cache_tokens": CACHE_TOKENS})
     while True:
         if pipe.waits(0.0005):

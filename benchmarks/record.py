@@ -175,6 +175,7 @@ def recording_engine(work: Work, folder: Path) -> StateRecorder:
         work.identity,
         work.folder,
         folder / "record.log",
+        dtype=work.identity.dtype,
         max_pending_mib=work.params.extract.max_pending_mib,
         stall_timeout_s=work.params.extract.stall_timeout_s,
     )
@@ -200,7 +201,7 @@ def run_record(recorder: StateRecorder, work: Work, head: HeadWeights) -> float:
         plan = plan_shards(work.table, work.identity, extract, Account("extract", 0))
         keys = {shard.key for shard in plan}
         started = time.monotonic()
-        shards = missing_shards(store, plan, keys, work.table, work.identity, extract.agreement_samples)
+        shards = missing_shards(store, plan, keys, work.table, work.identity, extract)
         record_shards(recorder, shards, 2 * work.params.engine.max_num_seqs, finish)
         seconds = time.monotonic() - started
     if faults:

@@ -167,13 +167,14 @@ def write_shards(bench: Bench, plan: list[PlannedShard]) -> float:
             bench.identity,
             bench.folder / "model",
             bench.folder / "engine.log",
+            dtype=bench.identity.dtype,
             max_pending_mib=bench.params.extract.max_pending_mib,
             stall_timeout_s=bench.params.extract.stall_timeout_s,
         )
         keys = {shard.key for shard in plan}
         with recording:
             started = time.monotonic()
-            shards = missing_shards(store, plan, keys, bench.table, bench.identity, 0)
+            shards = missing_shards(store, plan, keys, bench.table, bench.identity, bench.params.extract)
             record_shards(recording, shards, 2 * bench.params.engine.max_num_seqs, finish)
             seconds = time.monotonic() - started
         account = Account("extract", 0)

@@ -24,7 +24,7 @@ from eagle3.params import ExtractParams
 from eagle3.schemas import REJECTED, SCHEMA_VERSION, STATES, TOKENS
 from eagle3.serving.recorder import Placement, StateRecorder, digest_ids
 from eagle3.shards import DTYPES, ShardLayout, begin_shard, open_shard, sample_bytes, shard_layout
-from eagle3.tables import INDEX, Account, Row, new_folder, read_parts, write_table
+from eagle3.tables import INDEX, Account, PartRows, Row, new_folder, read_parts, write_table
 from eagle3.verifier import HeadWeights, VerifierIdentity
 from eagle3.workstore import link_or_copy, write_file
 
@@ -36,9 +36,13 @@ RECORDING = pa.schema([TOKENS.field(name) for name in (*PLANNING.names, "input_i
 
 @dataclass(frozen=True)
 class PlannedShard:
-    """A shard that the out must have: its samples are the next `samples` accepted rows of the token table."""
+    """A shard that the out must have: the first `samples` rows that can be recorded, from `first_row` of the table on.
+
+    Rows are counted from 0, those that cannot be recorded too.
+    """
 
     key: str
+    first_row: int
     samples: int
     tokens: int
     size: int  # bytes of the file
@@ -86,7 +90,7 @@ class TokenTable:
     def rows(self, schema: pa.Schema, account: Account | None = None) -> Iterator[Row]:
         """The rows that can be recorded, in order; the same ones in every pass. The account is told of the others."""
         for row in read_parts(self.folder, schema):
-            fits = 0 < row["length"] <= self.max_length
+            fits = self.fits(row)
             if account is not None:
                 account.rows_in += 1
                 if not fits:
@@ -95,29 +99,33 @@ class TokenTable:
             if fits:
                 yield row
 
+    def fits(self, row: Row) -> bool:
+        """Whether a row can be recorded."""
+        return 0 < int(row["length"]) <= self.max_length
+
 
 def plan_shards(
     table: TokenTable, identity: VerifierIdentity, extract: ExtractParams, account: Account
 ) -> list[PlannedShard]:
     """The shards of a token table, in its order. Counts the rows in, and those out that are too long.
 
-    Memory: one shard's lengths and digests, and four numbers per shard.
+    account: of no rows yet. Memory: one shard's lengths and digests, and five numbers per shard.
     """
-    held: list[Row] = []
+    held: list[tuple[int, Row]] = []
     layers, dtype = len(identity.aux_layer_ids), stored_dtype(identity, extract)
 
     def measured() -> Iterator[tuple[str, int]]:
         for row in table.rows(PLANNING, account):
-            held.append(row)
+            held.append((account.rows_in - 1, row))
             yield row["sample_digest"], sample_bytes(row["length"], layers, identity.hidden_size, DTYPES[dtype])
 
     plan = []
     for count in cut_points(measured(), int(extract.shard_min_mib * MIB), int(extract.shard_max_mib * MIB)):
         shard, held[:count] = held[:count], []
         kind = [SCHEMA_VERSION, identity.digest, list(identity.aux_layer_ids), dtype, identity.engine]
-        key = digest([*kind, [row["sample_digest"] for row in shard]])
-        lengths = [row["length"] for row in shard]
-        plan.append(PlannedShard(key, count, sum(lengths), layout_of(identity, dtype, key, lengths).size))
+        key = digest([*kind, [row["sample_digest"] for _, row in shard]])
+        lengths = [row["length"] for _, row in shard]
+        plan.append(PlannedShard(key, shard[0][0], count, sum(lengths), layout_of(identity, dtype, key, lengths).size))
     return plan
 
 
@@ -144,6 +152,11 @@ class ShardStore:
 
     def partial(self, key: str) -> Path:
         return self.folder / f"{key}.{self._run}.partial"
+
+    def clear(self, key: str) -> None:
+        """Remove what a lost worker has begun of a shard, and the room that it reserved."""
+        for stray in self.folder.glob(f"{key}.*.partial"):
+            stray.unlink(missing_ok=True)
 
     def _sweep(self) -> None:
         for stray in (*self.folder.glob("*.partial"), *self.folder.glob("*.tmp")):
@@ -196,15 +209,33 @@ def missing_shards(
     identity: VerifierIdentity,
     extract: ExtractParams,
 ) -> Iterator["OpenShard"]:
-    """Each shard whose key is in `missing`, begun when it is asked for. Memory: one shard's token rows."""
-    rows = table.rows(RECORDING)
-    left, ordinal = set(missing), 0
-    for planned in plan:
-        shard = list(islice(rows, planned.samples))
-        if planned.key in left:
-            left.remove(planned.key)
-            yield open_new_shard(store, identity, planned, shard, ordinal, extract)
-        ordinal += planned.samples
+    """Each shard whose key is in `missing`, once, begun when it is asked for. Memory: see ShardRows."""
+    wanted = {planned.key: planned for planned in plan if planned.key in missing}
+    yield from open_shards(store, wanted.values(), ShardRows(table), identity, extract)
+
+
+class ShardRows:
+    """The token rows of planned shards. Memory: one part of the table and one shard's rows."""
+
+    def __init__(self, table: TokenTable):
+        self._table, self._rows = table, PartRows(table.folder, RECORDING)
+
+    def of(self, planned: PlannedShard) -> list[Row]:
+        """The rows of a shard, in order."""
+        rows = (row for _, row in self._rows.since(planned.first_row) if self._table.fits(row))
+        return list(islice(rows, planned.samples))
+
+
+def open_shards(
+    store: ShardStore,
+    shards: Iterable[PlannedShard],
+    rows: ShardRows,
+    identity: VerifierIdentity,
+    extract: ExtractParams,
+) -> Iterator["OpenShard"]:
+    """Each of the shards, begun when it is asked for."""
+    for planned in shards:
+        yield open_new_shard(store, identity, planned, rows.of(planned), planned.first_row, extract)
 
 
 @dataclass
@@ -245,6 +276,7 @@ def open_new_shard(
     layout = layout_of(identity, stored_dtype(identity, extract), planned.key, [row["length"] for row in rows])
     assert layout.size == planned.size
     try:
+        store.clear(planned.key)
         begin_shard(path, layout, [(row["input_ids"], row["loss_mask"]) for row in rows])
     except OSError as error:
         path.unlink(missing_ok=True)

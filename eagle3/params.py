@@ -81,6 +81,7 @@ Temperature = Annotated[float, Field(ge=0)]
 class GenerateParams(Section):
     responses: Literal["verifier", "reference"]
     endpoints: list[str]
+    servers: Positive
     concurrency: Positive
     samples_per_prompt: Positive
     max_new_tokens: Positive | Annotated[list[Positive], Field(min_length=1)]
@@ -117,6 +118,9 @@ class ExtractParams(Section):
     min_head_agreement: Share
     max_rejected_share: Share
     stall_timeout_s: Annotated[float, Field(gt=0)]
+    executor: Literal["local", "ray"]
+    workers: Positive
+    ray_address: str | None
 
 
 class TrainParams(Section):

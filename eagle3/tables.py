@@ -8,10 +8,12 @@ import math
 import os
 import shutil
 import tempfile
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +223,33 @@ def check_part(part: Part) -> None:
     if part.path.stat().st_size != part.bytes or digest_file(part.path) != part.sha256:
         index = part.path.with_name(INDEX)
         raise ValueError(f"{part.path}: differs from its digest in {index}; `dvc checkout --force` restores it")
+
+
+class PartRows:
+    """Rows of a folder of parts from any row on; reads only the parts that are asked for. Memory: one part.
+
+    Raises ValueError as read_parts.
+    """
+
+    def __init__(self, folder: Path, schema: pa.Schema):
+        self._schema, self._parts = schema, list(list_parts(folder))
+        self._starts = list(accumulate((part.rows for part in self._parts), initial=0))
+        self._held: tuple[int, pa.Table] | None = None
+
+    def since(self, row: int) -> Iterator[tuple[int, Row]]:
+        """The rows from number `row` on, each with its number."""
+        for number in range(bisect_right(self._starts, row) - 1, len(self._parts)):
+            table = self._part(number).slice(row - self._starts[number])
+            for batch in table.to_batches(max_chunksize=256):
+                yield from enumerate(batch.to_pylist(), row)
+                row += len(batch)
+
+    def _part(self, number: int) -> pa.Table:
+        if self._held is None or self._held[0] != number:
+            self._held = None
+            check_part(self._parts[number])
+            self._held = number, read_columns(self._parts[number].path, self._schema)
+        return self._held[1]
 
 
 def count_parts(folder: Path) -> int:

@@ -9,9 +9,11 @@ import hashlib
 import json
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from eagle3.serving.process import ParentPipe
 
@@ -38,8 +40,9 @@ def run_engine(pipe: ParentPipe, arguments: dict[str, Any]) -> None:
     layers = len(config["eagle_aux_hidden_state_layer_ids"]) - 1
     if "refuse" in faults:
         raise ValueError(faults["refuse"])
+    _gather(faults.get("crew_of", 1))
     pipe.send({"cache_tokens": 1000})
-    done = 0
+    done, pause_s = 0, faults.get("halves_s", 0)
     with open(transfer["completions"], "wb", buffering=0) as completions:  # noqa: PTH123
         while (message := pipe.receive()) is not None:
             for input_ids, placement in message[::-1] if "reversed" in faults else message:
@@ -52,8 +55,7 @@ def run_engine(pipe: ParentPipe, arguments: dict[str, Any]) -> None:
                     line = json.dumps({"ordinal": placement["ordinal"], "choices": choices})
                     completions.write(line.encode() + b"\n")
                 if problem is None:
-                    states = _spoil(faults, done, *states_of(input_ids, layers))
-                    _write(placement, transfer["dtype"], *states, faults.get("halves_s", 0))
+                    _write(placement, transfer["dtype"], *_spoil(faults, done, *states_of(input_ids, layers)), pause_s)
                 with open(os.environ["EAGLE3_FAKE_REQUESTS"], "a") as log:  # noqa: PTH123
                     log.write(f"{placement['ids_digest']}\n")
                 line = json.dumps({"ordinal": placement["ordinal"], "problem": problem})
@@ -61,8 +63,23 @@ def run_engine(pipe: ParentPipe, arguments: dict[str, Any]) -> None:
                 completions.write(line[5:].encode() + b"\n")
 
 
+def _gather(count: int) -> None:
+    """Tell on which cores this engine is to run; wait until so many engines have told."""
+    path = Path(os.environ["EAGLE3_FAKE_REQUESTS"] + ".cores")
+    with path.open("a") as log:
+        log.write(os.environ["VLLM_CPU_OMP_THREADS_BIND"] + "\n")
+    while len(path.read_text().split()) < count:
+        time.sleep(0.02)
+
+
 def _misbehave(faults: dict[str, Any], done: int) -> None:
     time.sleep(faults.get("seconds_each", 0))
+    if done == faults.get("kill_after") and _first_time(Path(faults["kill_note"])):
+        victim = next(p for p in psutil.Process().parents() if faults["kill_name"] in " ".join(p.cmdline()))
+        victim.kill()
+        time.sleep(600)
+    if done == faults.get("die_once_after") and _first_time(Path(faults["kill_note"])):
+        os._exit(3)
     if done == faults.get("die_after"):
         print("SomethingError: the engine met its end", flush=True)
         os._exit(3)
@@ -70,6 +87,17 @@ def _misbehave(faults: dict[str, Any], done: int) -> None:
         time.sleep(600)
     if done == faults.get("raise_after"):
         raise OSError(28, "No space left on device")
+
+
+def _first_time(note: Path) -> bool:
+    """Whether nobody asked before; notes which shards are finished now."""
+    try:
+        note.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    store = Path(os.environ["EAGLE3_WORK_DIR"]) / "extract"
+    note.write_text(json.dumps(sorted(path.stem for path in store.glob("*.safetensors"))))
+    return True
 
 
 def _spoil(faults: dict[str, Any], done: int, aux: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -92,11 +120,11 @@ def _spoil(faults: dict[str, Any], done: int, aux: np.ndarray, last: np.ndarray)
 
 
 def _write(placement: dict[str, Any], dtype: str, aux: np.ndarray, last: np.ndarray, pause_s: float) -> None:
-    """pause_s: what lies between two tensors."""
+    """pause_s: what lies before each tensor but the first."""
     file = os.open(placement["path"], os.O_WRONLY)
-    for name, data in _stored(dtype, aux, last).items():
+    for number, (name, data) in enumerate(_stored(dtype, aux, last).items()):
+        time.sleep(pause_s if number else 0)
         os.pwrite(file, data, placement["starts"][name])
-        time.sleep(pause_s)
     os.close(file)
 
 

@@ -789,7 +789,7 @@ def test_a_run_over_a_server_without_ids_stores_usage_and_text_and_is_no_answer_
 
 
 def test_reference_answers_need_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eagle3.serving.generation.LocalServer", None)
+    monkeypatch.setattr("eagle3.serving.generation.LocalServers", None)
     texts = [f"question {i}" for i in range(20)]
     stage = Stage(tmp_path, "http://127.0.0.1:9/v1", texts, responses="reference", max_failed_share=0.1)
     prompts = [prompt_row(i, text) | {"reference": None if i == 3 else f"answer {i}"} for i, text in enumerate(texts)]

@@ -102,17 +102,23 @@ class Run:
         return {path.name: path.stat().st_mtime_ns for path in self.work.glob("*.safetensors")}
 
 
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **changes: object) -> Run:
+    """A project in `tmp_path`. changes: of params.yaml, as for write_params."""
     verifier = tmp_path / "verifier"
     verifier.mkdir()
     (verifier / "config.json").write_text(json.dumps({"rms_norm_eps": 1e-5, "tie_word_embeddings": True}))
     weights = {"model.embed_tokens.weight": torch.eye(VOCABULARY), "model.norm.weight": torch.ones(HIDDEN)}
     save_file(weights, verifier / "model.safetensors")
-    write_params(tmp_path / "params.yaml", verifier, extract__shard_min_mib=0.2, extract__shard_max_mib=0.6)
+    sizes: dict[str, object] = {"extract__shard_min_mib": 0.2, "extract__shard_max_mib": 0.6}
+    write_params(tmp_path / "params.yaml", verifier, **sizes | changes)
     monkeypatch.setattr(recorder, "ENGINE", FAKE)
     monkeypatch.setenv("EAGLE3_FAKE_REQUESTS", str(tmp_path / "requests.log"))
     return Run(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    return make_run(tmp_path, monkeypatch)
 
 
 @pytest.fixture

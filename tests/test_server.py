@@ -13,7 +13,7 @@ import pytest
 
 from eagle3.params import EngineParams, VerifierParams, load_params
 from eagle3.serving import server as server_module
-from eagle3.serving.server import LocalServer, server_command, server_words
+from eagle3.serving.server import LocalServer, LocalServers, server_command, server_words
 
 ROOT = Path(__file__).parent.parent
 PARAMS = load_params(ROOT / "params.yaml")
@@ -124,6 +124,37 @@ def test_death_while_running_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert error is not None
         assert "exit code 137" in str(error)
     assert gone(int((tmp_path / "pid").read_text()))
+
+
+def test_several_servers_on_devices_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eagle3.serving.devices.usable_cores", lambda: sorted(os.sched_getaffinity(0)) * 2)
+    fake(monkeypatch, "import os; print('PLACE', os.environ['VLLM_CPU_OMP_THREADS_BIND'], flush=True)\n" + FAKE, "pid")
+    monkeypatch.chdir(tmp_path)
+    logs = [tmp_path / "logs" / f"{number}.log" for number in (1, 2)]
+    with LocalServers(VERIFIER, ENGINE, tmp_path, logs) as servers:
+        assert len(set(servers.urls)) == 2
+        assert all("PLACE" in log.read_text() for log in logs)
+        assert servers.failure() is None
+        one, two = (process.pid for process in children() if "guard" in " ".join(process.cmdline()))
+        psutil.Process(one).children()[0].kill()
+        assert gone(one)
+        assert servers.failure() is None  # the other one still answers
+        psutil.Process(two).children()[0].kill()
+        assert gone(two)
+        assert "exit code 137" in str(servers.failure())
+    assert not children()
+
+
+def test_servers_of_which_one_does_not_start_are_all_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eagle3.serving.devices.usable_cores", lambda: sorted(os.sched_getaffinity(0)) * 2)
+    fake(monkeypatch, "import os, sys\nif 'b.log' in os.readlink('/proc/self/fd/1'): sys.exit(9)\n" + FAKE, "pid")
+    monkeypatch.chdir(tmp_path)
+    with (
+        pytest.raises(ValueError, match=r"ended with exit code 9; log: .*b\.log"),
+        LocalServers(VERIFIER, ENGINE, tmp_path, [tmp_path / "a.log", tmp_path / "b.log"]),
+    ):
+        pass
+    assert not children()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])

@@ -3,6 +3,7 @@
 import json
 import tracemalloc
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import pyarrow as pa
@@ -11,7 +12,16 @@ import pytest
 
 from eagle3 import tables
 from eagle3.digests import digest
-from eagle3.tables import Account, read_parts, read_table, write_metrics, write_parts, write_table
+from eagle3.tables import (
+    Account,
+    PartRows,
+    list_parts,
+    read_parts,
+    read_table,
+    write_metrics,
+    write_parts,
+    write_table,
+)
 
 SCHEMA = pa.schema([("key", pa.string()), ("text", pa.string())])
 
@@ -119,6 +129,25 @@ def test_an_old_out_is_replaced_whole(tmp_path: Path) -> None:
     write(tmp_path / "out", rows(5))
     assert list(read_parts(tmp_path / "out", SCHEMA)) == rows(5)
     assert len(list((tmp_path / "out").glob("part-*"))) == 1
+
+
+def test_rows_from_any_one_on_and_only_the_parts_that_hold_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "out", rows(900))
+    parts = list(list_parts(tmp_path / "out"))
+    assert len(parts) > 3
+    read: list[Path] = []
+    check = tables.check_part
+    monkeypatch.setattr(tables, "check_part", lambda part: (read.append(part.path), check(part)))
+    table, expected = PartRows(tmp_path / "out", SCHEMA), list(enumerate(rows(900)))
+    for start in (0, parts[0].rows - 1, parts[0].rows, 700, 899, 900):
+        assert list(table.since(start)) == expected[start:]
+    read.clear()
+    first, last = table.since(0), parts[0].rows
+    assert [next(first) for _ in range(last)] == expected[:last]
+    assert list(islice(table.since(3), 5)) == expected[3:8]
+    assert read == [parts[0].path]
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "remove"])

@@ -48,7 +48,7 @@ def engine_environment(engine: EngineParams) -> dict[str, str]:
     if sys.platform == "linux":
         environment["GLOO_SOCKET_IFNAME"] = "lo"
     if runs_on_cpu():
-        environment["VLLM_CPU_OMP_THREADS_BIND"] = thread_binding(_cores(), engine.tensor_parallel_size)
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = thread_binding(usable_cores(), engine.tensor_parallel_size)
     return environment
 
 
@@ -56,7 +56,7 @@ def in_process_environment(engine: EngineParams) -> dict[str, str]:
     """`engine_environment` for an engine whose core runs in the process that drives it (see process.py)."""
     environment = engine_environment(engine) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     if runs_on_cpu():
-        environment["OMP_NUM_THREADS"] = str(max(1, len(_cores()) // engine.tensor_parallel_size))
+        environment["OMP_NUM_THREADS"] = str(max(1, len(usable_cores()) // engine.tensor_parallel_size))
     return environment
 
 
@@ -105,8 +105,8 @@ def thread_binding(cores: list[int], ranks: int) -> str:
     return "|".join(",".join(map(str, group)) for group in groups)
 
 
-def _cores() -> list[int]:
-    """The cores that this process may use."""
+def usable_cores() -> list[int]:
+    """The cores that this thread, and what it starts, may use."""
     if sys.platform == "linux":
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))

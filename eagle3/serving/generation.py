@@ -34,7 +34,7 @@ from eagle3.serving.answers import (
 )
 from eagle3.serving.client import HELLO, TOO_LONG, Client, Outcome, Service, run_async
 from eagle3.serving.engine import vllm_package
-from eagle3.serving.server import LocalServer
+from eagle3.serving.server import LocalServers
 from eagle3.serving.thinking import ParserCheck, budget_remedy, parser_remedy, thinking_arguments
 from eagle3.tables import Account, Row, read_table
 from eagle3.verifier import VerifierIdentity, load_tokenizer, locate_verifier, prompt_ids
@@ -188,9 +188,9 @@ class Generation:
                 yield self.params.endpoints, lambda: None
             else:
                 folder = locate_verifier(self.verifier)
-                server = LocalServer(self.verifier, self._local_engine(), folder, self._log())
-                stack.enter_context(server)
-                yield [server.url], server.failure
+                servers = LocalServers(self.verifier, self._local_engine(), folder, self._logs())
+                stack.enter_context(servers)
+                yield servers.urls, servers.failure
 
     def _local_engine(self) -> EngineParams:
         """engine of params.yaml with what makes the server tell and bound thinking, unless extra_args say it."""
@@ -198,8 +198,11 @@ class Generation:
         own = thinking_arguments(self.reasoning, self.identity.markers, bounded)
         return self.engine_params.model_copy(update={"extra_args": own | self.engine_params.extra_args})
 
-    def _log(self) -> Path:
-        return work_root() / "logs" / "generate.log"
+    def _logs(self) -> list[Path]:
+        """The log of each server of ours."""
+        count = self.params.servers
+        names = ["generate.log"] if count == 1 else [f"generate-{number}.log" for number in range(1, count + 1)]
+        return [work_root() / "logs" / name for name in names]
 
     def _service(self) -> Service:
         params, identity = self.params, self.identity
@@ -214,7 +217,7 @@ class Generation:
                 require_ids=params.require_ids,
             ),
             markers=identity.markers,
-            log_hint="see the servers' logs" if params.endpoints else f"log: {self._log()}",
+            log_hint="see the servers' logs" if params.endpoints else f"log: {', '.join(map(str, self._logs()))}",
             budget_hint=budget_remedy(identity.markers, local=not params.endpoints),
         )
 

@@ -57,6 +57,14 @@ class ParentPipe:
             raise SystemExit(0) from None
 
 
+class EngineError(ValueError):
+    """An engine failed, died or went silent. Names its log."""
+
+
+class EngineLost(EngineError):
+    """It died or went silent without a word: a second one may fare better."""
+
+
 #: Runs in the child: called with a ParentPipe, then the arguments.
 Target = Callable[..., None]
 
@@ -65,7 +73,7 @@ class EngineProcess:
     """`with EngineProcess(target, arguments, environment, log_path, label) as process:` it ends with the block.
 
     target: a function of a module, or "module:function" where the parent had better not import that module. It is
-        called with a ParentPipe and the arguments. Whatever it raises reaches the parent as a ValueError.
+        called with a ParentPipe and the arguments. Whatever it raises reaches the parent as an EngineError.
     environment: variables to add to the parent's; they hold before the first import.
     advice: what to do after a failure; ends every error.
     """
@@ -114,34 +122,53 @@ class EngineProcess:
         return self._pipe.fileno()
 
     def send(self, message: Any, timeout_s: float) -> None:
-        """Send a message to the target. Raises ValueError when the child is gone, or takes nothing for `timeout_s`."""
+        """Send a message to the target. Raises EngineError when the child is gone, or takes nothing for `timeout_s`."""
         with socket.socket(fileno=os.dup(self._pipe.fileno())) as ours:
             limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         try:
-            self._pipe.send(message)
+            there = self.post(message)
         except BlockingIOError:
             raise self.stalled(timeout_s) from None
-        except OSError:
+        if not there:
             self.receive(0)  # the error that it died of, if it told
-            raise self._failure("ended unexpectedly") from None
+            raise self._lost("ended unexpectedly")
 
-    def receive(self, timeout_s: float) -> Any:
-        """The next message of the target. Raises ValueError on its error, its end, or `timeout_s` of silence."""
+    def post(self, message: Any) -> bool:
+        """Send a small message to the target; False when the child is gone. What it said last can still be received."""
+        try:
+            self._pipe.send(message)
+        except BlockingIOError:
+            raise
+        except OSError:
+            return False
+        return True
+
+    def receive(self, timeout_s: float | None) -> Any:
+        """The next message of the target. Raises EngineError on its error, its end, or `timeout_s` of silence.
+
+        None waits for ever; an end is noticed all the same.
+        """
         try:
             if not self._pipe.poll(timeout_s):
                 raise self._failure(f"gave no answer for {timeout_s:g} s")
             kind, message = self._pipe.recv()
         except (EOFError, OSError):
-            raise self._failure("ended unexpectedly") from None
+            raise self._lost("ended unexpectedly") from None
         if kind == "error":
             hint = f" ({CACHE_HINT})" if re.search("KV cache|cache blocks", message) else ""
             raise self._failure(f"failed: {message}{hint}", quote=False)
         return message
 
-    def stalled(self, timeout_s: float) -> ValueError:
+    def stalled(self, timeout_s: float) -> EngineLost:
         """The error for a caller whose own watchdog saw no progress for `timeout_s`."""
-        return self._failure(f"made no progress for {timeout_s:g} s")
+        return self._lost(f"made no progress for {timeout_s:g} s")
+
+    def end(self) -> None:
+        """Ask the child to end, and wait for nothing: so that several can end at once before each is stopped."""
+        if self._process is not None:
+            self._pipe.close()
+            signal_group(self._process.pid, signal.SIGTERM)
 
     def stop(self) -> None:
         """End the child and all of its own children: terminate, then kill after a grace time."""
@@ -157,7 +184,13 @@ class EngineProcess:
                 continue
         signal_group(self._process.pid, signal.SIGKILL)
 
-    def _failure(self, what: str, quote: bool = True) -> ValueError:
+    def _lost(self, what: str) -> EngineLost:
+        return EngineLost(self._words(what))
+
+    def _failure(self, what: str, quote: bool = True) -> EngineError:
+        return EngineError(self._words(what, quote))
+
+    def _words(self, what: str, quote: bool = True) -> str:
         assert self._process is not None
         try:
             code = self._process.wait(1 if "ended" in what else 0)
@@ -173,7 +206,7 @@ class EngineProcess:
             f"it ends: {said}" if said else "",
             self.advice,
         ]
-        return ValueError("; ".join(filter(None, told)))
+        return "; ".join(filter(None, told))
 
 
 def start_child(
@@ -217,6 +250,13 @@ def last_words(log_path: Path, lines: int = 3) -> str:
     return " | ".join(visible(line) for line in (errors or told)[-lines:])
 
 
+def resolve(name: str) -> Target:
+    """The function "module:function"."""
+    module, function = name.split(":")
+    target: Target = vars(importlib.import_module(module))[function]
+    return target
+
+
 def _die_with_parent(parent: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -235,10 +275,8 @@ def _run(descriptor: int, parent: int) -> None:
     signal.signal(signal.SIGTERM, _terminated)
     pipe = ParentPipe(Connection(descriptor))
     name, arguments = pipe.receive()
-    module, function = name.split(":")
     try:
-        target: Target = vars(importlib.import_module(module))[function]
-        target(pipe, *arguments)
+        resolve(name)(pipe, *arguments)
     except Exception as error:
         traceback.print_exc()
         told = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"

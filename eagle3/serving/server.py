@@ -9,11 +9,14 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from eagle3.console import say, visible
 from eagle3.params import EngineParams, VerifierParams
+from eagle3.serving.devices import WHOLE_MACHINE, Share, device_shares
 from eagle3.serving.engine import engine_arguments, engine_environment
 from eagle3.serving.process import last_words, signal_group, start_child
 
@@ -37,12 +40,24 @@ class LocalServer:
     ends the server, its engine and everything else in its process group.
     """
 
-    def __init__(self, verifier: VerifierParams, engine: EngineParams, folder: Path, log_path: Path):
+    def __init__(
+        self,
+        verifier: VerifierParams,
+        engine: EngineParams,
+        folder: Path,
+        log_path: Path,
+        *,
+        port: int | None = None,
+        share: Share = WHOLE_MACHINE,
+    ):
+        """port: None = any that is free."""
         self.log_path = log_path
         self._start_timeout_s = engine.start_timeout_s
-        self._port = free_port()
+        self._port = port or free_port()
         self._command = server_command(verifier, engine, folder, self._port)
-        self._environment = engine_environment(engine)
+        self._share = share
+        with share.confined():
+            self._environment = engine_environment(engine) | share.environment
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -57,11 +72,9 @@ class LocalServer:
         return self._process.pid
 
     def __enter__(self) -> "LocalServer":
-        inherited = {name: value for name, value in os.environ.items() if name not in KEYS}
-        guarded = ["eagle3.serving.guard", str(os.getpid()), *self._command]
         try:
-            self._process = start_child(guarded, inherited | self._environment, self.log_path)
-            self._wait()
+            self.start()
+            self.wait()
         except BaseException:
             self.stop()
             raise
@@ -75,6 +88,11 @@ class LocalServer:
         assert self._process is not None
         code = self._process.poll()
         return None if code is None else self._error(f"ended with exit code {code}")
+
+    def end(self) -> None:
+        """Ask it to end, and wait for nothing."""
+        if self._process is not None:
+            signal_group(self._process.pid, signal.SIGTERM)
 
     def stop(self) -> None:
         """Terminate the process group, and kill what is left of it after a grace time."""
@@ -90,9 +108,17 @@ class LocalServer:
             signal_group(process.pid, signal.SIGKILL)
             process.wait()
 
-    def _wait(self) -> None:
-        began = told = time.monotonic()
+    def start(self) -> None:
+        """Start it, without waiting for it."""
+        inherited = {name: value for name, value in os.environ.items() if name not in KEYS}
+        guarded = ["eagle3.serving.guard", str(os.getpid()), *self._command]
         say(f"starting vLLM for the verifier (usually 20 to 90 s on a CPU); log: {self.log_path}")
+        with self._share.confined():
+            self._process = start_child(guarded, inherited | self._environment, self.log_path)
+
+    def wait(self) -> None:
+        """Wait until it answers. Raises ValueError when it ends, or is not up in time."""
+        began = told = time.monotonic()
         while not self._healthy():
             error = self.failure()
             if error is not None:
@@ -119,6 +145,47 @@ class LocalServer:
     def _error(self, what: str) -> ValueError:
         said = server_words(self.log_path)
         return ValueError(f"the vLLM server {what}; log: {self.log_path}" + (f"; it says: {said}" if said else ""))
+
+
+class LocalServers:
+    """`with LocalServers(verifier, engine, folder, logs) as servers:` one for each log, on devices of its own.
+
+    They start side by side. Raises ValueError as LocalServer, or where there are fewer devices.
+    """
+
+    def __init__(self, verifier: VerifierParams, engine: EngineParams, folder: Path, logs: Sequence[Path]):
+        shares = device_shares(len(logs), engine.tensor_parallel_size, "generate.servers")
+        self._servers = [
+            LocalServer(verifier, engine, folder, log, port=port, share=share)
+            for log, port, share in zip(logs, free_ports(len(logs)), shares, strict=True)
+        ]
+
+    def __enter__(self) -> "LocalServers":
+        try:
+            for server in self._servers:
+                server.start()
+            for server in self._servers:
+                server.wait()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for server in self._servers:
+            server.end()
+        with ExitStack() as stack:  # every one is stopped, whatever happens meanwhile
+            for server in self._servers:
+                stack.callback(server.stop)
+
+    @property
+    def urls(self) -> list[str]:
+        return [server.url for server in self._servers]
+
+    def failure(self) -> ValueError | None:
+        """The error to raise if all of them have ended; the client leaves out those that do."""
+        failures = [server.failure() for server in self._servers]
+        return failures[0] if all(failures) else None
 
 
 def server_command(verifier: VerifierParams, engine: EngineParams, folder: Path, port: int) -> list[str]:
@@ -164,6 +231,14 @@ def _option(name: str, value: Any) -> list[str]:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
+    """A port of this machine's loopback that nobody has."""
+    return free_ports(1)[0]
+
+
+def free_ports(count: int) -> list[int]:
+    """So many of them, all different."""
+    with ExitStack() as held:
+        probes = [held.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind((HOST, 0))
+        return [int(probe.getsockname()[1]) for probe in probes]

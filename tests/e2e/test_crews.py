@@ -1,0 +1,117 @@
+"""Two real engines at once: recording by processes and by Ray's actors, and generating on two servers."""
+
+import json
+import os
+import random
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from eagle3.prompts import write_splits
+from eagle3.schemas import RESPONSES, STATES
+from eagle3.serving.endpoints import Endpoint
+from eagle3.shards import open_shard
+from eagle3.tables import Row, read_parts, read_table
+from stages.extract import extract
+from stages.generate import generate
+from tests.stage_runs import prompt_row
+from tests.token_tables import greedy_samples, token_row, write_params, write_tokens, write_verifier_json
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def all_cores() -> Iterator[None]:
+    """Two engines need two cores; tests/pinning.py may have left one."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    yield
+    os.sched_setaffinity(0, before)
+
+
+def write_inputs(folder: Path, verifier: Path) -> list[Row]:
+    params = write_params(folder / "params.yaml", verifier)
+    write_verifier_json(folder / "verifier.json", params)
+    choice = random.Random(0)
+    lengths = [(choice.randrange(5, 60), choice.randrange(4, 90)) for _ in range(40)]
+    rows = [token_row(ids, prompt) for ids, (prompt, _) in zip(greedy_samples(verifier, lengths), lengths, strict=True)]
+    write_tokens(folder / "tokens", rows)
+    return rows
+
+
+def record(folder: Path, name: str, verifier: Path, monkeypatch: pytest.MonkeyPatch, **changes: object) -> list[Row]:
+    """Record into folder/name with a work store of its own; the index."""
+    monkeypatch.setenv("EAGLE3_WORK_DIR", str(folder / name / "work"))
+    (folder / name).mkdir()
+    write_params(
+        folder / name / "params.yaml", verifier, extract__shard_min_mib=0.1, extract__shard_max_mib=0.3, **changes
+    )
+    outs = [folder / name / file for file in ("hidden_states", "metrics.json", "params.yaml")]
+    extract(folder / "tokens", folder / "verifier.json", *outs)
+    metrics = json.loads((folder / name / "metrics.json").read_text())
+    assert metrics["head_agreement"] >= 0.97
+    return list(read_table(outs[0] / "index.parquet", STATES))
+
+
+def test_workers_record_what_one_engine_records(
+    tiny_verifier: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same shards of the same samples; states as equal as vLLM's own are from run to run."""
+    rows = write_inputs(tmp_path, tiny_verifier)
+    alone = record(tmp_path, "alone", tiny_verifier, monkeypatch)
+    assert [row["sample_id"] for row in alone] == [row["sample_id"] for row in rows]
+    bytes_vary = {"shard_sha256"}
+    for executor in ("local", "ray"):
+        own = {"extract__executor": executor, "extract__workers": 2}
+        crew = record(tmp_path, executor, tiny_verifier, monkeypatch, **own)
+        assert [row.items() - {(k, row[k]) for k in bytes_vary} for row in crew] == [
+            row.items() - {(k, row[k]) for k in bytes_vary} for row in alone
+        ]
+        for row in alone:
+            shards = [open_shard(tmp_path / name / "hidden_states" / row["shard"]) for name in ("alone", executor)]
+            one, other = (shard.sample(row["position"]) for shard in shards)
+            assert torch.equal(one.input_ids, other.input_ids) and torch.equal(one.loss_mask, other.loss_mask)
+            torch.testing.assert_close(one.aux_hidden_states, other.aux_hidden_states, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(one.last_hidden_states, other.last_hidden_states, atol=1e-5, rtol=1e-5)
+        equal = sum(a["shard_sha256"] == b["shard_sha256"] for a, b in zip(alone, crew, strict=True))
+        print(f"{executor}: {equal} of {len(rows)} samples lie in shards that are equal to the byte")
+        logs = {path.name for path in (tmp_path / executor / "work" / "logs").iterdir()}
+        assert {"extract-1.log", "extract-2.log", "extract-worker-1.log", "extract-worker-2.log"} <= logs
+    assert not psutil.wait_procs(psutil.Process().children(recursive=True), 10)[1]
+
+
+def test_two_servers_share_the_prompts(tiny_verifier: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outs, answered = [], list[Counter[str]]()
+    note = Endpoint.answered
+
+    def noting(endpoint: Endpoint) -> None:
+        answered[-1][endpoint.url] += 1
+        note(endpoint)
+
+    monkeypatch.setattr(Endpoint, "answered", noting)
+    for servers in (1, 2):
+        answered.append(Counter())
+        folder = tmp_path / str(servers)
+        monkeypatch.setenv("EAGLE3_WORK_DIR", str(folder / "work"))
+        params = write_params(
+            folder / "params.yaml",
+            tiny_verifier,
+            generate__servers=servers,
+            generate__concurrency=8,
+            generate__max_new_tokens=16,
+        )
+        write_verifier_json(folder / "verifier.json", params)
+        write_splits(folder / "prompts", (prompt_row(n, f"question {n}") for n in range(40)))
+        paths = ("prompts", "verifier.json", "responses", "metrics.json", "params.yaml")
+        generate(*(folder / name for name in paths))
+        rows = read_parts(folder / "responses", RESPONSES)
+        outs.append([{k: row[k] for k in row if k not in ("latency_s", "attempts")} for row in rows])
+    assert outs[0] == outs[1] and len(outs[0]) == 40
+    assert [*answered[0].values()] == [40]
+    assert len(answered[1]) == 2 and answered[1].total() == 40 and min(answered[1].values()) >= 8
+    assert {path.name for path in (tmp_path / "2/work/logs").iterdir()} == {"generate-1.log", "generate-2.log"}
+    assert not psutil.wait_procs(psutil.Process().children(recursive=True), 10)[1]
