@@ -150,14 +150,17 @@ def joined(params: TrainParams) -> Iterator[Processes]:
             )
         yield Processes(rank, count, device)
     except (KeyboardInterrupt, Interrupted):
+        _ignore_terminations()
         if rank == 0 and LAUNCHER not in os.environ:
             raise
         sys.exit(INTERRUPTED)
     except PeerLostError:
+        _ignore_terminations()
         if LAUNCHER not in os.environ:
             raise
         sys.exit(1)
     except Exception:
+        _ignore_terminations()
         if _told_already(store, rank):
             sys.exit(1)
         raise
@@ -186,6 +189,11 @@ def _end_with(launcher: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != launcher:
         os._exit(1)
+
+
+def _ignore_terminations() -> None:
+    """torchrun terminates the others when one has ended; this one is on its way out already."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _told_already(store: Store, rank: int) -> bool:

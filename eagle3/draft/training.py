@@ -249,6 +249,7 @@ class Trainer:
         state.loss_sum += loss_value
         state.loss_steps += 1
         state.step += 1
+        state.updates += any(score.counted)
         state.tokens += tokens
 
     def _sum_gradients(self, counted: torch.Tensor) -> None:
@@ -345,11 +346,11 @@ class Trainer:
             return
         self.state = TrainingState(**json.loads(self.processes.text_from_first(json.dumps(asdict(self.state)))))
         self.processes.copy_from_first(value.data for value in self.trained.values())
-        if self.state.step == 0:
+        if not self.state.updates:
             return
         for value in self.trained.values():
             if value not in self.optimiser.state:
-                step = torch.tensor(float(self.state.step))
+                step = torch.tensor(float(self.state.updates))
                 moments = {kind: torch.zeros_like(value) for kind in MOMENTS}
                 self.optimiser.state[value] = {"step": step, **moments}
             self.processes.copy_from_first(self.optimiser.state[value][kind] for kind in MOMENTS)
@@ -361,8 +362,10 @@ class Trainer:
         self.state, weights, moments = found
         for name, parameter in self.trained.items():
             parameter.data.copy_(weights[name])
+            if not self.state.updates:
+                continue
             self.optimiser.state[parameter] = {
-                "step": torch.tensor(float(self.state.step)),
+                "step": torch.tensor(float(self.state.updates)),
                 **{kind: moments[f"{kind}.{name}"].to(self.device) for kind in MOMENTS},
             }
         done = "finished" if self.state.finished else f"at step {self.state.step} of {self.schedule.total}"
@@ -381,7 +384,7 @@ class Trainer:
             f"{kind}.{name}": self.optimiser.state[value][kind].cpu()
             for name, value in self.trained.items()
             for kind in MOMENTS
-            if self.state.step
+            if self.state.updates
         }
         self.store.save(self.state, weights, moments)
 
