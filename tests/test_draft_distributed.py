@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from eagle3.draft.data import SampleRef, read_corpus
 from eagle3.draft.processes import LOOPBACK, Processes
-from eagle3.draft.training import make_schedule
+from eagle3.draft.training import Trainer, make_schedule
 from eagle3.params import load_params
 from eagle3.verifier import read_identity
 from stages.check import check_together
@@ -233,6 +233,21 @@ def test_killed_interrupted_and_gone_on(run: Run, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.slow
+def test_a_second_interruption_waits_for_nobody(run: Run) -> None:
+    run.write_params(TOGETHER | {"epochs": 400})
+    stage = Stage(run)
+    wait_until(at_step(1))
+    workers = stage.workers()
+    workers[0].suspend()  # it cannot save
+    for _ in range(2):
+        os.killpg(stage.process.pid, signal.SIGINT)
+        time.sleep(0.5)
+    code, said = stage.ended(within_s=20)
+    assert code == 130 and "Traceback" not in said, said
+    gone(list(workers.values()), 5)
+
+
+@pytest.mark.slow
 def test_another_number_of_processes_goes_on_with_the_same_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     changes = TOGETHER | {"epochs": 10}
     single = Undisturbed(run, monkeypatch, **(changes | {"nproc": 1}))
@@ -274,3 +289,6 @@ def test_two_machines_join_by_torchrun(run: Run, monkeypatch: pytest.MonkeyPatch
     assert not (run.root / f"node{1 - wrote[0]}" / "work" / "train").exists()
     joined = Run(run.root / f"node{wrote[0]}", run.recorded, run.verifier)
     single.same_as(joined)
+    monkeypatch.setenv("EAGLE3_WORK_DIR", str(joined.root / "work"))
+    monkeypatch.setattr(Trainer, "_step", None)  # the finished run is read back
+    joined.stage(**(TOGETHER | {"nproc": 1}))
