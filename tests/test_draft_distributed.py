@@ -17,7 +17,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from eagle3.draft.data import SampleRef, read_corpus
+from eagle3.console import Interrupted
+from eagle3.draft.data import Batch, SampleRef, read_corpus
 from eagle3.draft.processes import LOOPBACK, Processes
 from eagle3.draft.training import Trainer, make_schedule
 from eagle3.params import load_params
@@ -154,6 +155,34 @@ def test_two_processes_train_what_one_does(run: Run, monkeypatch: pytest.MonkeyP
     single = Undisturbed(run, monkeypatch, nproc=1)
     run.stage(**TOGETHER)
     single.same_as(run)
+
+
+def test_a_step_in_which_nothing_counts_leaves_a_resume_exact(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The optimiser takes no step then, so its count is not that of the schedule."""
+    changes = TOGETHER | {"nproc": 1}
+    steps = schedule_of(run)
+    idle = next(n for n, step in enumerate(steps) if all(batch[0].sample_id.startswith("silent") for batch in step))
+    assert idle + 2 < len(steps)
+    whole = run.trainer(**changes)
+    whole.train(run.root / "plots")
+    (run.root / "other").mkdir()
+    other = Run(run.root / "other", run.recorded, run.verifier)
+    original = Trainer._step
+
+    def interrupted(self: Trainer, group: list[Batch]) -> None:
+        original(self, group)
+        if self.state.step == idle + 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Trainer, "_step", interrupted)
+    with pytest.raises(Interrupted):
+        other.trainer(**changes).train(other.root / "plots")
+    monkeypatch.setattr(Trainer, "_step", original)
+    resumed = other.trainer(**changes)
+    resumed.train(other.root / "plots")
+    assert resumed.state.updates < resumed.state.step
+    for name, value in whole.trained.items():
+        assert torch.equal(value, resumed.trained[name]), name
 
 
 def test_a_process_without_work_is_refused_with_the_remedy(run: Run) -> None:
