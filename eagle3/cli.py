@@ -11,9 +11,11 @@ from typing import Annotated, Any, Literal
 import typer
 
 from eagle3.console import guarded, say
+from eagle3.estimate import as_json, as_lines, estimate_run
 from eagle3.housekeeping import SHARED, freed, no_stage_running, remove, survey, table
 from eagle3.pager import Color, print_paged, wants_color
 from eagle3.params import Params, load_params
+from eagle3.probe import probe_rates
 from eagle3.remote_check import verify_remote
 from eagle3.sample_view import View, Words, matching_samples, one_sample, show_sample
 from eagle3.serving.engine import GIB, runs_on_cpu
@@ -21,6 +23,7 @@ from eagle3.tables import count_parts
 from eagle3.tracked import open_tracked
 from eagle3.verification import IDENTITY, Fault, verify_places
 from eagle3.verifier import load_tokenizer, locate_verifier, read_identity
+from eagle3.workload import PROMPTS_OUT, Asked
 
 METRICS = Path("data/metrics")
 DRAFT = Path("data/draft")
@@ -37,6 +40,10 @@ app = typer.Typer(
 work = typer.Typer(no_args_is_help=True, help="The work store (.work), where long stages keep what is finished.")
 app.add_typer(work, name="work")
 
+RateOption = Annotated[
+    float | None,
+    typer.Option(min=1e-9, metavar="TOKENS_PER_S", help="Of all GPUs together, in place of the last run's."),
+]
 OlderThan = Annotated[float, typer.Option(min=0, metavar="DAYS", help="What was written since stays.")]
 
 
@@ -140,6 +147,48 @@ def _conclude(faults: list[Fault], summary: str) -> None:
     typer.echo(f"{summary}; {f'{len(faults):,} faults' if faults else 'all whole'}")
     if faults:
         raise typer.Exit(1)
+
+
+@app.command()
+@guarded
+def estimate(
+    rows: Annotated[
+        int | None, typer.Option(min=1, help="Answers to record, in place of those of data/prompts.")
+    ] = None,
+    prompt_tokens: Annotated[
+        float | None, typer.Option(min=0, help="Mean of a prompt, in place of the tables'.")
+    ] = None,
+    answer_tokens: Annotated[float | None, typer.Option(min=0, help="Mean of an answer, thinking included.")] = None,
+    hidden_size: Annotated[int | None, typer.Option(min=1, help="With --aux-layers: in place of the verifier.")] = None,
+    aux_layers: Annotated[int | None, typer.Option(min=1, help="Layers recorded beside the last one.")] = None,
+    storage: Annotated[Literal["lossless", "fp8"] | None, typer.Option(help="As if extract.storage were this.")] = None,
+    generate_rate: RateOption = None,
+    record_rate: RateOption = None,
+    train_rate: RateOption = None,
+    probe: Annotated[
+        int | None, typer.Option(min=1, metavar="PROMPTS", help="Measure the rates: run all stages on so many prompts.")
+    ] = None,
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs of the machine that the rates are of.")] = 1,
+    price_per_hour: Annotated[float | None, typer.Option(min=0, help="Of one GPU, in any currency.")] = None,
+    as_data: Annotated[bool, typer.Option("--json", help="For programs: one JSON object.")] = False,
+    params_path: ParamsPath = Path("params.yaml"),
+) -> None:
+    """What a run will take, before you pay for it: rows, tokens, bytes on each disk, hours, cost.
+
+    Reads params.yaml and whatever lies in data/; what no table tells yet is expected from the last run. Rates are those
+    in data/metrics unless given here. With --rows, --prompt-tokens, --answer-tokens, --hidden-size and --aux-layers it
+    needs neither tables nor a model. Exit 1 if a disk is too small; `extract` makes the same sum before it records.
+    """
+    given = {"generate": generate_rate, "extract": record_rate, "train": train_rate}
+    rates = {stage: rate for stage, rate in given.items() if rate is not None}
+    params = load_params(params_path)
+    probed = None if probe is None else probe_rates(params_path, PROMPTS_OUT, IDENTITY, probe)
+    asked = Asked(rows, prompt_tokens, answer_tokens, hidden_size, aux_layers, storage, rates, probed)
+    found = estimate_run(params, asked)
+    told = as_json(found, gpus, price_per_hour) if as_data else "\n".join(as_lines(found, gpus, price_per_hour))
+    typer.echo(told)
+    if found.shortages:
+        raise ValueError(" ".join(found.shortages))
 
 
 @work.command()

@@ -11,6 +11,14 @@ from typing import Any
 
 from tqdm import tqdm
 
+AGAIN = "and run the same command again: finished work is kept"
+REMEDIES = {
+    errno.ENOSPC: f"free some room there {AGAIN}",
+    errno.EDQUOT: f"free some room there {AGAIN}",
+    errno.EROFS: f"make it writable, or set EAGLE3_WORK_DIR where it is the work store, {AGAIN}",
+    errno.EACCES: f"give this user access to it, or set EAGLE3_WORK_DIR where it is the work store, {AGAIN}",
+}
+
 
 class Interrupted(BaseException):
     """SIGTERM arrived. Not an Exception, so that it unwinds like Ctrl-C and `finally` blocks run."""
@@ -87,9 +95,8 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
         except (ValueError, OSError) as error:
             if os.environ.get("EAGLE3_TRACEBACK"):
                 raise
-            full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-            remedy = "; free some room there and run the same command again: finished work is kept" if full else ""
-            say(f"error: {error}{remedy}")
+            remedy = REMEDIES.get(error.errno or 0) if isinstance(error, OSError) else None
+            say(f"error: {error}" + (f"; {remedy}" if remedy else ""))
             sys.exit(1)
         except (KeyboardInterrupt, Interrupted):
             say("interrupted; finished work is kept, run the same command again to go on")

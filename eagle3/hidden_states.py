@@ -4,10 +4,12 @@ A shard is one unit of work. Its key hashes everything that decides its values; 
 alone (content-defined boundaries), so an unchanged stretch of the table is never recorded twice.
 """
 
+import contextlib
 import json
 import os
-import shutil
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -120,13 +122,15 @@ def plan_shards(
 
 
 class ShardStore:
-    """Finished shards in the work folder: <key>.safetensors, and <key>.json written after it.
+    """Finished shards in the work folder: <key>.safetensors, and <key>.json, which is there before it.
 
-    A context manager: what an interrupted run left half done is removed at both ends.
+    A context manager: what an interrupted run left half done is removed at both ends. Partial files have names of this
+    run, so that an engine that outlives the run before finds none to write to.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
+        self._run = secrets.token_hex(4)
 
     def __enter__(self) -> "ShardStore":
         self._sweep()
@@ -139,7 +143,7 @@ class ShardStore:
         return self.folder / f"{key}.safetensors"
 
     def partial(self, key: str) -> Path:
-        return self.folder / f"{key}.partial"
+        return self.folder / f"{key}.{self._run}.partial"
 
     def _sweep(self) -> None:
         for stray in (*self.folder.glob("*.partial"), *self.folder.glob("*.tmp")):
@@ -148,7 +152,8 @@ class ShardStore:
     def facts(self, planned: PlannedShard) -> ShardFacts | None:
         """The facts of a finished shard, or None when it is absent or damaged.
 
-        The size and the header are always checked; the digest only when the file was touched since it was written.
+        The size and the header are always checked; the digest only when the file has another time than it was written
+        at. (No clock is asked: that time is only compared with itself.)
         """
         path = self.path(planned.key)
         try:
@@ -165,17 +170,21 @@ class ShardStore:
         return facts if untouched and shard.metadata["key"] == planned.key else None
 
     def keep(self, key: str, problems: dict[int, Problem], agreement: Agreement) -> ShardFacts:
-        """Take a complete partial file in: fsync, digest, rename, and the facts last."""
+        """Take a complete partial file in: fsync, digest, the facts, and its name last. From then on it is finished."""
         partial, path = self.partial(key), self.path(key)
         shard = open_shard(partial)
         bounds = zip(shard.offsets, shard.offsets[1:], strict=False)
         loss_tokens = tuple(int(shard.loss_mask[start:end].sum()) for start, end in bounds)
-        _fsync(partial)
+        with ThreadPoolExecutor(1, "fsync") as threads:
+            written = threads.submit(_fsync, partial)
+            sha256 = digest_file(partial)  # while the disk is busy
+            written.result()
         state = partial.stat()
-        facts = ShardFacts(digest_file(partial), state.st_size, state.st_mtime_ns, loss_tokens, problems, agreement)
-        path.with_suffix(".json").unlink(missing_ok=True)
-        partial.replace(path)
+        facts = ShardFacts(sha256, state.st_size, state.st_mtime_ns, loss_tokens, problems, agreement)
         write_file(path.with_suffix(".json"), _facts_to_json(facts))
+        with contextlib.suppress(FileNotFoundError, PermissionError):  # absent as a rule, or another user's
+            path.chmod(0o644)  # damaged, and with hard links an object of DVC's cache, which trusts what is read-only
+        partial.replace(path)
         return facts
 
 
@@ -326,31 +335,6 @@ def require_agreement(key: str, problems: dict[int, Problem], agreement: Agreeme
         + ". Likely causes: the tokens come from another verifier or another revision of it, states of a wrong layer or"
         " after the final norm, shifted rows, swapped samples"
     )
-
-
-def require_room(folder: Path, out: Path, missing: Sequence[PlannedShard], plan: Sequence[PlannedShard]) -> int:
-    """Bytes that recording will write; raises ValueError when a disk has not enough room for them.
-
-    Out and cache are hard links of the work store where they share its filesystem, and copies elsewhere.
-    """
-    cache = Path(os.environ.get("DVC_ROOT", ".")) / ".dvc" / "cache"
-    needs: dict[int, tuple[Path, int]] = {}
-    places = [(folder, missing), (out.absolute().parent, plan), *([(cache, plan)] if cache.is_dir() else [])]
-    seen: set[int] = set()
-    for place, shards in places:
-        place.mkdir(parents=True, exist_ok=True)
-        device = place.stat().st_dev
-        if device not in seen:
-            needs[device] = (place, sum(shard.size for shard in shards))
-        seen.add(device)
-    for place, needed in needs.values():
-        free = shutil.disk_usage(place).free
-        if needed > free:
-            raise ValueError(
-                f"{place}: hidden states need {needed:,} bytes, {free:,} are free. Free some room (`eagle3 work gc`),"
-                " set EAGLE3_WORK_DIR to a larger disk, or take fewer prompts (prompts.sources[].limit)"
-            )
-    return sum(shard.size for shard in missing)
 
 
 def write_hidden_states(

@@ -121,9 +121,14 @@ class ExtractParams(Section):
 
 class TrainParams(Section):
     seed: int
+    warm_start: str | None
     draft_vocab_size: Positive | None
     draft_vocab_coverage: Annotated[float, Field(gt=0, le=1)]
     num_layers: Annotated[int, Field(ge=1, le=4)]
+    intermediate_size: Positive | None
+    num_heads: Positive | None
+    num_kv_heads: Positive | None
+    head_dim: Annotated[int, Field(ge=2, multiple_of=2)] | None
     norm_before_residual: bool
     norm_before_fc: bool
     fc_norm: bool

@@ -75,6 +75,16 @@ class Tracked:
                 for out in outs
             ]
 
+    @property
+    def cache_folder(self) -> Path:
+        """DVC's cache, there or not."""
+        return Path(self._cache.path)
+
+    @property
+    def cache_types(self) -> tuple[str, ...]:
+        """How DVC links outs to its cache, first choice first: `cache.type` of its configuration."""
+        return tuple(self._cache.cache_types)
+
     def cached(self, name: str) -> Path:
         """Where the cache keeps an object, there or not."""
         return _near(Path(self._cache.oid_to_path(name)))

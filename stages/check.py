@@ -14,24 +14,39 @@ from eagle3.workstore import write_file
 def check(params_path: Path, pipeline: Path, passed: Path) -> None:
     """Validate PARAMS_PATH and its agreement with the PIPELINE file (dvc.yaml); write the constant file PASSED."""
     params = load_params(params_path)
-    check_sources(params, pipeline)
+    declared = YAML(typ="safe", pure=True).load(pipeline.read_text())["stages"]
+    check_sources(params, pipeline, declared["prompts"]["deps"])
+    check_warm_start(params, pipeline, declared["train"]["deps"])
     check_together(params)
     check_commit()
     passed.parent.mkdir(parents=True, exist_ok=True)
     write_file(passed, b"params.yaml is valid\n")
 
 
-def check_sources(params: Params, pipeline: Path) -> None:
+def check_sources(params: Params, pipeline: Path, declared: list[str]) -> None:
     """Every prompt file exists and is a dependency of `prompts`, or DVC would not notice its changes."""
-    declared = YAML(typ="safe", pure=True).load(pipeline.read_text())["stages"]["prompts"]["deps"]
     for source in params.prompts.sources:
         if not Path(source.path).is_file():
-            raise ValueError(f"prompts.sources: {source.path} (named {source.name}) is not a file here")
+            raise ValueError(
+                f"prompts.sources: {source.path} (named {source.name}) is not a file here; if it is new, `git add` it: "
+                "`dvc exp run --queue` and `--temp` start from what git tracks"
+            )
         if source.path not in declared:
             raise ValueError(
                 f"prompts.sources: {source.path} is not under deps of the stage `prompts` in {pipeline}; "
                 "add it there, so that a change of the file reruns the stage"
             )
+
+
+def check_warm_start(params: Params, pipeline: Path, declared: list[str]) -> None:
+    """The same of the checkpoint to go on from."""
+    folder = params.train.warm_start
+    if folder is not None and not Path(folder).is_dir():
+        raise ValueError(f"train.warm_start: {folder} is not a folder here")
+    if folder is not None and folder not in declared:
+        raise ValueError(
+            f"train.warm_start: {folder} is not under deps of the stage `train` in {pipeline}; add it there"
+        )
 
 
 def check_together(params: Params) -> None:

@@ -20,12 +20,12 @@ from eagle3.hidden_states import (
     plan_shards,
     record_shards,
     require_agreement,
-    require_room,
     shard_metrics,
     stored_dtype,
     write_hidden_states,
 )
 from eagle3.params import Params, load_params
+from eagle3.room import require_room
 from eagle3.serving.engine import runs_on_cpu
 from eagle3.serving.recorder import StateRecorder
 from eagle3.stage import run_stage
@@ -46,7 +46,7 @@ def extract(tokens: Path, verifier: Path, hidden_states: Path, metrics: Path, pa
         for key, there in facts.items():
             require_agreement(key, there.problems, there.agreement, params.extract)
         missing = {shard.key: shard for shard in plan if shard.key not in facts}
-        needed = require_room(folder, hidden_states, list(missing.values()), plan)
+        needed = require_room(folder, hidden_states, missing.values(), plan, params.extract.storage)
         say(f"extract: {len(plan)} shards, {len(facts)} of them there; {needed / 1e9:,.2f} GB to record")
         tokens_per_second = 0.0
         if missing:

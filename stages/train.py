@@ -18,6 +18,7 @@ from eagle3.draft.processes import Processes, check_work, joined, under_torchrun
 from eagle3.draft.torchrun import launch
 from eagle3.draft.training import Trainer, run_key, run_metrics
 from eagle3.draft.vocab import DraftVocabulary, choose_vocabulary
+from eagle3.draft.warm_start import read_checkpoint
 from eagle3.lineage import write_lineage
 from eagle3.params import Params, load_params
 from eagle3.stage import run_stage
@@ -56,22 +57,26 @@ def train_here(
         )
     folder = locate_verifier(params.verifier)
     corpus = read_corpus(hidden_states, verifier)
-    key = run_key(corpus, verifier, settings, processes.device)
+    checkpoint = read_checkpoint(Path(settings.warm_start)) if settings.warm_start else None
+    key = run_key(corpus, verifier, settings, processes.device, checkpoint)
     processes.agree(key)
-    counts = count_generated(replace(corpus, train=processes.share(corpus.train)), verifier.vocab_size)
+    own = count_generated(replace(corpus, train=processes.share(corpus.train)), verifier.vocab_size)
+    counts = own.to(processes.device)
     processes.sum([counts])
     vocabulary = choose_vocabulary(
-        counts, verifier.stop_token_ids, settings.draft_vocab_size, settings.draft_vocab_coverage
+        counts.cpu(), verifier.stop_token_ids, settings.draft_vocab_size, settings.draft_vocab_coverage
     )
     config = json.loads((folder / "config.json").read_text())
     sizes = choose_sizes(
         config, len(verifier.aux_layer_ids), len(vocabulary), verifier.max_position_embeddings, settings
     )
+    if checkpoint is not None:
+        sizes = checkpoint.fit(sizes, verifier.aux_layer_ids)
     if processes.leads:
         announce(corpus, vocabulary, verifier, processes)
     with work_folder("train") if processes.leads else nullcontext() as work:
         store = CheckpointStore(work / key) if work else None
-        trainer = Trainer(corpus, sizes, vocabulary, load_head(folder), settings, store, processes)
+        trainer = Trainer(corpus, sizes, vocabulary, load_head(folder), settings, store, processes, checkpoint)
         trainer.train(plots)
     if processes.leads:
         export_draft(draft, trainer.draft, vocabulary, verifier, settings.export_dtype)

@@ -1,6 +1,5 @@
 """Hidden-state folders for the draft's tests, with a small verifier's real states, as `extract` writes them."""
 
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from eagle3.digests import digest_file
+from eagle3.digests import digest_file, digest_tokens
 from eagle3.params import ReasoningParams, VerifierParams
 from eagle3.schemas import SCHEMA_VERSION, STATES
 from eagle3.shards import Sample, write_shard
@@ -29,7 +28,7 @@ class Text:
     loss_mask: list[bool]
 
 
-def verifier_params(folder: Path) -> VerifierParams:
+def verifier_params(folder: Path, aux_layer_ids: list[int] | None = None) -> VerifierParams:
     return VerifierParams(
         model=str(folder),
         revision=None,
@@ -37,7 +36,7 @@ def verifier_params(folder: Path) -> VerifierParams:
         chat_template=None,
         dtype="float32",
         max_model_len=256,
-        aux_layer_ids=None,
+        aux_layer_ids=aux_layer_ids,
     )
 
 
@@ -80,14 +79,15 @@ def write_states(
     rows = []
     for at in range(0, len(texts), per_shard):
         part, states = texts[at : at + per_shard], samples[at : at + per_shard]
-        name = f"states-{at:04d}.safetensors"
-        write_shard(out / name, states, shard_metadata(verifier, states[0].last_hidden_states.dtype, name))
+        key = f"states-{at:04d}"
+        name = f"{key}.safetensors"
+        write_shard(out / name, states, shard_metadata(verifier, states[0].last_hidden_states.dtype, key))
         start = 0
         for position, text in enumerate(part):
             rows.append(
                 {
                     "sample_id": text.sample_id,
-                    "sample_digest": hashlib.sha256(str(text).encode()).hexdigest(),
+                    "sample_digest": digest_tokens(text.input_ids, text.loss_mask),
                     "category": "test",
                     "split": text.split,
                     "shard": name,

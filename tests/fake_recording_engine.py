@@ -42,7 +42,7 @@ def run_engine(pipe: ParentPipe, arguments: dict[str, Any]) -> None:
     done = 0
     with open(transfer["completions"], "wb", buffering=0) as completions:  # noqa: PTH123
         while (message := pipe.receive()) is not None:
-            for input_ids, placement in message:
+            for input_ids, placement in message[::-1] if "reversed" in faults else message:
                 problem = "the engine read other ids" if done == faults.get("wrong_ids") else None
                 done += 1
                 _misbehave(faults, done)
@@ -52,7 +52,8 @@ def run_engine(pipe: ParentPipe, arguments: dict[str, Any]) -> None:
                     line = json.dumps({"ordinal": placement["ordinal"], "choices": choices})
                     completions.write(line.encode() + b"\n")
                 if problem is None:
-                    _write(placement, transfer["dtype"], *_spoil(faults, done, *states_of(input_ids, layers)))
+                    states = _spoil(faults, done, *states_of(input_ids, layers))
+                    _write(placement, transfer["dtype"], *states, faults.get("halves_s", 0))
                 with open(os.environ["EAGLE3_FAKE_REQUESTS"], "a") as log:  # noqa: PTH123
                     log.write(f"{placement['ids_digest']}\n")
                 line = json.dumps({"ordinal": placement["ordinal"], "problem": problem})
@@ -72,17 +73,30 @@ def _misbehave(faults: dict[str, Any], done: int) -> None:
 
 
 def _spoil(faults: dict[str, Any], done: int, aux: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    if done == faults.get("nan_at"):
-        aux[3, 1, 5] = np.nan
+    match faults.get("spoil") if done == faults.get("spoil_at") else None:
+        case "one NaN":
+            aux[3, 1, 5] = np.nan
+        case "one infinity":
+            last[3, 5] = np.inf
+        case "all NaN":
+            aux[:], last[:] = np.nan, np.nan
+        case "zeros":
+            aux[:], last[:] = 0, 0
+        case "constant row":
+            aux[3, 1] = 7
+        case "another sample":
+            last = np.roll(last, 7, axis=1)
     if faults.get("shift_from", 1 << 30) <= done:
         last = np.roll(last, 1, axis=0)
     return aux, last
 
 
-def _write(placement: dict[str, Any], dtype: str, aux: np.ndarray, last: np.ndarray) -> None:
+def _write(placement: dict[str, Any], dtype: str, aux: np.ndarray, last: np.ndarray, pause_s: float) -> None:
+    """pause_s: what lies between two tensors."""
     file = os.open(placement["path"], os.O_WRONLY)
     for name, data in _stored(dtype, aux, last).items():
         os.pwrite(file, data, placement["starts"][name])
+        time.sleep(pause_s)
     os.close(file)
 
 

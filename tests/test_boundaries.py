@@ -35,7 +35,34 @@ def test_sizes_stay_between_the_limits(raw: list[tuple[int, int]]) -> None:
         assert sum(size for _, size in shard) >= MINIMUM or sum(s for _, s in shard) + following[0][1] > MAXIMUM
 
 
-@pytest.mark.parametrize("edit", ["append", "insert", "delete", "change"])
+ITEMS = st.lists(st.tuples(st.integers().map(digest), st.integers(1, 6_000)), max_size=80)
+
+
+@given(ITEMS)
+def test_the_same_items_give_the_same_cuts(cut: list[tuple[str, int]]) -> None:
+    """A function of the items alone, however they come and whatever was cut before."""
+    expected = list(cut_points(cut, MINIMUM, MAXIMUM))
+    list(cut_points(items(50), MINIMUM, MAXIMUM))
+    assert list(cut_points(iter(cut), MINIMUM, MAXIMUM)) == expected
+
+
+@given(ITEMS)
+def test_behind_a_boundary_nothing_before_it_matters(cut: list[tuple[str, int]]) -> None:
+    """What follows a boundary is cut as if it stood alone; so two lists that share one share all that follows."""
+    whole = shards(cut)
+    for number in range(len(whole)):
+        rest = [item for shard in whole[number:] for item in shard]
+        assert shards(rest) == whole[number:]
+
+
+@given(ITEMS, ITEMS)
+def test_before_an_edit_nothing_behind_it_matters(first: list[tuple[str, int]], second: list[tuple[str, int]]) -> None:
+    """Whatever is appended, inserted, removed or reordered behind them: of their shards only the last may change."""
+    settled = shards(first)[:-1]
+    assert shards(first + second)[: len(settled)] == settled
+
+
+@pytest.mark.parametrize("edit", ["append", "insert", "delete", "reorder", "change"])
 def test_an_edit_disturbs_few_shards(edit: str) -> None:
     disturbed = []
     for seed in range(20):
@@ -48,6 +75,8 @@ def test_an_edit_disturbs_few_shards(edit: str) -> None:
             after[place:place] = items(3, seed + 100)
         elif edit == "delete":
             del after[place : place + 3]
+        elif edit == "reorder":
+            after[place : place + 5] = reversed(after[place : place + 5])
         else:
             after[place] = (digest(["other", seed]), before[place][1])
         disturbed.append(len(set(shards(after)) - set(shards(before))))

@@ -5,10 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from eagle3.console import Progress, visible
 from tests.terminal import on_terminal
 
 SCRIPT = """
+import errno
+import os
 import time
 from pathlib import Path
 from eagle3.console import Progress
@@ -19,6 +23,9 @@ def work(what: Path) -> None:
         raise ValueError("row 7 of x.jsonl: no such thing")
     if str(what) == "bug":
         raise KeyError("inner")
+    if str(what) in ("ENOSPC", "EROFS", "EACCES"):
+        number = getattr(errno, str(what))
+        raise OSError(number, os.strerror(number), "/place")
     with Progress("work", 50, "rows", every_s=0.2) as progress:
         for _ in range(50):
             time.sleep(0.05)
@@ -39,6 +46,24 @@ def test_foreign_text_is_escaped_and_cut() -> None:
 def test_a_users_mistake_is_one_line() -> None:
     shown = run("mistake")
     assert (shown.returncode, shown.stderr) == (1, "error: row 7 of x.jsonl: no such thing\n")
+
+
+@pytest.mark.parametrize(
+    ("what", "remedy"),
+    [
+        ("ENOSPC", "No space left on device: '/place'; free some room there and run"),
+        (
+            "EROFS",
+            "Read-only file system: '/place'; make it writable, or set EAGLE3_WORK_DIR where it is the work store",
+        ),
+        ("EACCES", "Permission denied: '/place'; give this user access to it, or set EAGLE3_WORK_DIR where it is"),
+    ],
+)
+def test_what_the_disk_refuses_is_one_line_with_a_remedy(what: str, remedy: str) -> None:
+    shown = run(what)
+    assert shown.returncode == 1
+    [line] = shown.stderr.splitlines()
+    assert remedy in line and line.endswith("run the same command again: finished work is kept")
 
 
 def test_a_bug_keeps_its_trace() -> None:

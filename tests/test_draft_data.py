@@ -1,10 +1,13 @@
 """Packing, shifting and reading."""
 
 import dataclasses
+import os
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,9 +23,12 @@ from eagle3.draft.data import (
     shift,
 )
 from eagle3.reasoning import NO_MARKERS
-from eagle3.shards import Sample
+from eagle3.schemas import STATES
+from eagle3.shards import Sample, Shard, open_shard
+from eagle3.tables import INDEX, read_table, write_table
 from eagle3.verifier import VerifierIdentity
 from tests.draft_data import Text, write_states
+from tests.dvc_project import eagle3
 
 VERIFIER = VerifierIdentity(
     name="test",
@@ -156,10 +162,12 @@ def test_nothing_to_train_on_is_said(tmp_path: Path) -> None:
         read_corpus(tmp_path, VERIFIER)
 
 
-def test_states_that_are_not_finite_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
+@pytest.mark.parametrize("states", ["aux_hidden_states", "last_hidden_states"])
+def test_states_that_are_not_finite_are_named(tmp_path: Path, states: str, value: str) -> None:
     text = make_text(0, 9, 4)
     sample = make_sample(text)
-    sample.last_hidden_states[3, 1] = float("inf")
+    vars(sample)[states][3, 1] = float(value)
     write_states(tmp_path, [text], [sample], VERIFIER)
     with pytest.raises(ValueError, match=r"states-0000.*sample s0 has states that are not finite"):
         load_batch(tmp_path, read_corpus(tmp_path, VERIFIER).train, 3)
@@ -175,6 +183,17 @@ def test_the_stream_gives_the_groups_in_order_and_passes_errors_on(tmp_path: Pat
     lost = dataclasses.replace(refs[0], shard="absent.safetensors")
     with BatchStream(tmp_path, iter([[[lost]]]), 3) as stream, pytest.raises(ValueError, match="no such shard"):
         list(stream)
+
+
+def test_the_disk_is_asked_for_samples_before_they_are_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_corpus(tmp_path, [make_text(number, 12, 6) for number in range(5)])
+    refs = read_corpus(tmp_path, VERIFIER).train
+    told: list[str] = []
+    monkeypatch.setattr(Shard, "prefetch", lambda shard, position: told.append("ask"))
+    monkeypatch.setattr(data, "load_batch", lambda folder, given, steps: told.append("load"))
+    with BatchStream(tmp_path, iter([[[ref]] for ref in refs]), 3) as stream:
+        assert len(list(stream)) == 5
+    assert told == ["ask", "ask", "ask", "load", "ask", "load", "ask", "load", "load", "load"]
 
 
 def test_leaving_the_stream_early_ends_its_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,3 +212,106 @@ def test_leaving_the_stream_early_ends_its_thread(tmp_path: Path, monkeypatch: p
         time.sleep(0.2)
         assert len(loaded) <= 2 + data.AHEAD  # memory stays bounded
     assert not stream._thread.is_alive()
+
+
+def swap(folder: Path) -> None:
+    one, two = sorted(folder.glob("*.safetensors"))[:2]
+    one.rename(folder / "aside")
+    two.rename(one)
+    (folder / "aside").rename(two)
+
+
+def truncate(folder: Path) -> None:
+    one = min(folder.glob("*.safetensors"))
+    os.truncate(one, one.stat().st_size // 2)
+
+
+def flip_an_id(folder: Path) -> None:
+    """One bit of one token id; size, time and header stay."""
+    one = min(folder.glob("*.safetensors"))
+    ids = open_shard(one).sample(1).input_ids.numpy().tobytes()
+    data = bytearray(one.read_bytes())
+    data[data.index(ids) + 4] ^= 1
+    one.write_bytes(data)
+
+
+def flip_the_mask(folder: Path) -> None:
+    one = min(folder.glob("*.safetensors"))
+    data = bytearray(one.read_bytes())
+    assert data[-1] == 1  # the mask lies last; the last token of an answer is learnt
+    data[-1] = 0
+    one.write_bytes(data)
+
+
+def rename(folder: Path) -> None:
+    min(folder.glob("*.safetensors")).rename(folder / "states-1.safetensors")
+
+
+def put_a_foreign_shard(folder: Path) -> None:
+    """A shard of other samples under the name and key of ours."""
+    other = folder / "other"
+    write_corpus(other, [make_text(number + 9, 12, 6) for number in range(3)])
+    min(other.glob("*.safetensors")).replace(min(folder.glob("*.safetensors")))
+
+
+def put_a_shard_of_fewer_samples(folder: Path) -> None:
+    other = folder / "other"
+    write_corpus(other, [make_text(0, 12, 6)])
+    min(other.glob("*.safetensors")).replace(min(folder.glob("*.safetensors")))
+
+
+def put_something_else(folder: Path) -> None:
+    min(folder.glob("*.safetensors")).write_bytes(b"PAR1" * 100)
+
+
+def shorten_in_the_index(folder: Path) -> None:
+    """A sample that is longer in the shard than in the index."""
+    rows = list(read_table(folder / INDEX, STATES))
+    rows[0]["length"] -= 1
+    write_table(folder / INDEX, rows, STATES)
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (truncate, "damaged shard, .* bytes where its header says"),
+        (rename, "no such shard"),
+        (swap, "it holds the shard states-0003: renamed or swapped"),
+        (flip_an_id, "ids and mask at position 1 are not those of sample s1 "),
+        (flip_the_mask, "ids and mask at position 2 are not those of sample s2 "),
+        (put_a_foreign_shard, "ids and mask at position 0 are not those of sample s0 "),
+        (put_a_shard_of_fewer_samples, "ids and mask at position 1 are not those of sample s1 "),
+        (put_something_else, "not a safetensors file"),
+        (shorten_in_the_index, r"are not those of sample s0 \(11 tokens\)"),
+    ],
+)
+def test_e20_a_shard_that_is_not_what_the_index_says_is_named(
+    tmp_path: Path, damage: Callable[[Path], None], told: str
+) -> None:
+    write_corpus(tmp_path, [make_text(number, 12, 6) for number in range(6)])
+    damage(tmp_path)
+    with pytest.raises(ValueError, match=rf"states-0000\.safetensors: .*{told}"):
+        load_batch(tmp_path, read_corpus(tmp_path, VERIFIER).train, 3)
+
+
+def test_a_flipped_bit_of_a_state_is_left_to_verify_unless_it_is_no_number(tmp_path: Path) -> None:
+    """What a reader checks costs nothing beside what it reads; all bytes are `eagle3 verify`'s."""
+    text = make_text(0, 12, 6)
+    write_corpus(tmp_path, [text])
+    [shard] = tmp_path.glob("*.safetensors")
+    whole, place = shard.read_bytes(), open_shard(shard).sample(0).last_hidden_states.numpy().tobytes()
+    for value, refused in ((np.float32(4.25), False), (np.float32("nan"), True)):
+        changed = bytearray(whole)
+        start = whole.index(place) + 4 * 4 * 3
+        changed[start : start + 4] = value.tobytes()
+        shard.write_bytes(changed)
+        data._opened.cache_clear()
+        refs = read_corpus(tmp_path, VERIFIER).train
+        if refused:
+            with pytest.raises(ValueError, match=r"not finite; `eagle3 verify .*` says what brings it back"):
+                load_batch(tmp_path, refs, 3)
+        else:
+            assert load_batch(tmp_path, refs, 3).tokens == 12
+        done = eagle3("verify", tmp_path)
+        assert done.exit_code == 1
+        assert f"{shard}: its bytes differ from its sha256" in done.stdout

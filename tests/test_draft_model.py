@@ -51,6 +51,20 @@ def test_the_config_that_was_read_is_not_changed() -> None:
     assert config["rope_scaling"] == {"rope_type": "llama3", **LLAMA3}
 
 
+def test_sizes_may_be_others() -> None:
+    config = {**CONFIG, "rope_theta": 1e4}
+    own = PARAMS.model_copy(update={"intermediate_size": 96, "num_heads": 4, "num_kv_heads": 2, "head_dim": 10})
+    sizes = choose_sizes(config, 3, 64, 128, own)
+    assert (sizes.intermediate_size, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim) == (96, 4, 2, 10)
+    assert DraftModel(sizes).layers[0].self_attn.o_proj.weight.shape == (256, 40)
+    for change, told in (
+        ({"num_kv_heads": 3}, r"4 heads .* do not share 3 .* set train\.num_kv_heads"),
+        ({"num_heads": 6}, r"width of 256 is no multiple of its 6 heads; set train\.num_heads"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            choose_sizes(config, 3, 64, 128, own.model_copy(update=change))
+
+
 def test_sizes_are_those_of_a_verifier_layer() -> None:
     sizes = sizes_of({**CONFIG, "rope_theta": 1e4, "head_dim": 16})
     assert (sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, sizes.max_position_embeddings) == (8, 2, 16, 4096)

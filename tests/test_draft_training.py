@@ -39,7 +39,7 @@ def run(tmp_path: Path, recorded: Path, tiny_verifier: Path) -> Run:
 
 
 def refs(count: int) -> list[SampleRef]:
-    return [SampleRef(f"s{n}", "train", "x", n, 10 + n % 7, 5) for n in range(count)]
+    return [SampleRef(f"s{n}", "", "train", "x", n, 10 + n % 7, 5) for n in range(count)]
 
 
 def test_the_rate_warms_up_and_decays_to_its_share() -> None:

@@ -292,7 +292,19 @@ def test_s02_strays_are_removed(run: Run, rows: list[Row]) -> None:
     assert not list(run.work.glob("*.partial"))
 
 
-def test_a_sample_that_is_not_finite_is_quarantined(run: Run, rows: list[Row]) -> None:
+@pytest.mark.parametrize(
+    ("spoil", "reason", "where"),
+    [
+        ("one NaN", "not-finite", "token 3, layer 4"),
+        ("one infinity", "not-finite", "token 3, the last layer"),
+        ("all NaN", "not-finite", "token 0, layer 2"),
+        ("zeros", "zero-row", "token 0, layer 2"),
+        ("constant row", "constant-row", "token 3, layer 4"),
+    ],
+)
+def test_e05_e06_a_bad_sample_is_quarantined_by_reason(
+    run: Run, rows: list[Row], spoil: str, reason: str, where: str
+) -> None:
     write_params(
         run.folder / "params.yaml",
         run.folder / "verifier",
@@ -300,18 +312,25 @@ def test_a_sample_that_is_not_finite_is_quarantined(run: Run, rows: list[Row]) -
         extract__shard_max_mib=0.6,
         extract__max_rejected_share=0.02,
     )
-    metrics = run.extract(rows, nan_at=8)
-    assert metrics["rows_rejected"] == {"not-finite": 1}
-    assert run.rejected() == [{"row": rows[7]["sample_id"], "reason": "not-finite", "detail": "token 3, layer 4"}]
+    metrics = run.extract(rows, spoil=spoil, spoil_at=8)
+    assert metrics["rows_rejected"] == {reason: 1}
+    assert run.rejected() == [{"row": rows[7]["sample_id"], "reason": reason, "detail": where}]
     assert [row["sample_id"] for row in run.index()] == [row["sample_id"] for row in rows[:7] + rows[8:]]
     run.requests()
-    assert run.extract(rows)["rows_rejected"] == {"not-finite": 1}  # and it is remembered
+    assert run.extract(rows)["rows_rejected"] == {reason: 1}  # and it is remembered
     assert run.requests() == []
+
+
+def test_e05_states_of_another_row_are_named_and_not_kept(run: Run, rows: list[Row]) -> None:
+    told = r"shard \w+: the verifier's head gives .* worst samples: \d+ \(the head gives 0% of 8 tokens\).*not kept"
+    with pytest.raises(ValueError, match=told):
+        run.extract(rows, spoil="another sample", spoil_at=8)
+    assert not run.out.exists()
 
 
 def test_too_many_rejected_samples_fail_the_stage(run: Run, rows: list[Row]) -> None:
     with pytest.raises(ValueError, match=r"1 of 60 rows rejected \(1 not-finite\).*max_rejected_share"):
-        run.extract(rows, nan_at=8)
+        run.extract(rows, spoil="one NaN", spoil_at=8)
     assert not run.out.exists()
 
 
@@ -436,7 +455,7 @@ def test_killed_midway_and_run_again(run: Run, rows: list[Row]) -> None:
     stage = subprocess.Popen([sys.executable, "-c", code, *map(str, run.arguments())], env=environment)
     deadline = time.monotonic() + 60
     while len(run.shards()) < 2 and time.monotonic() < deadline:
-        time.sleep(0.02)
+        time.sleep(0.002)
     children = psutil.Process(stage.pid).children(recursive=True)
     stage.send_signal(signal.SIGKILL)
     stage.wait()

@@ -17,7 +17,9 @@ from eagle3.reasoning import NO_MARKERS
 from eagle3.tables import Row, read_parts, read_table
 from eagle3.verifier import VerifierIdentity, identify_verifier, write_identity
 from tests.draft_data import generate_texts, make_states, verifier_params
+from tests.extract_runs import contents, finish, make_rows, names_by_ids, prepare
 from tests.faulty_server import MODEL, VOCAB, Fault, FaultyServer
+from tests.test_extract import FAKE
 from tests.token_tables import PROJECT, token_row, write_params, write_tokens
 
 
@@ -145,6 +147,52 @@ def test_extract_says_before_it_starts(tmp_path: Path, tiny_verifier: Path) -> N
     assert ran.returncode == 1
     assert "hidden states need" in ran.stderr and "Free some room" in ran.stderr
     assert "Traceback" not in ran.stderr and "starting" not in ran.stderr
+
+
+def test_extract_keeps_what_was_finished_when_others_fill_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All would have fitted; then somebody else takes the rest of the disk. The same command goes on from there."""
+    rows = make_rows(120)
+    run = prepare(tmp_path, monkeypatch, rows)
+    finish(run)
+    calm, shard_of = contents(run.out), names_by_ids(run, rows)
+    run.requests()
+    code = f"import sys; from eagle3.serving import recorder; recorder.ENGINE = {FAKE!r};"
+    code += "from eagle3.stage import run_stage; from stages.extract import extract; run_stage(extract)"
+    arguments = " ".join(str(path).replace(str(run.out), "disk/out") for path in run.arguments())
+    script = f"""
+        mkdir disk && mount -t tmpfs -o size=32m none disk
+        "$@" {arguments} 2> first.log & stage=$!
+        until [ "$(ls disk/work/extract/*.safetensors 2> /dev/null | wc -l)" -ge 2 ]; do sleep 0.01; done
+        head -c 99999999 /dev/zero > disk/ballast 2> /dev/null
+        wait $stage && exit 9
+        mv requests.log first-requests.log
+        ls disk/work/extract/*.safetensors > kept.txt
+        ls -A disk/work/extract | grep -c partial && exit 7
+        rm disk/ballast
+        "$@" {arguments} 2> second.log || exit 8
+        cp -r disk kept
+    """
+    wrapper = namespace()
+    assert wrapper is not None
+    environment = os.environ | {
+        "EAGLE3_WORK_DIR": str(tmp_path / "disk/work"),
+        "EAGLE3_FAKE": json.dumps({"seconds_each": 0.02}),
+        "PYTHONPATH": str(PROJECT),
+    }
+    command = [*wrapper, "sh", "-c", script, "sh", sys.executable, "-c", code]
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, check=False)
+    told = (tmp_path / "first.log").read_text()
+    assert ran.returncode == 0, told
+    assert "No space left on device" in told.splitlines()[-1]
+    assert "free some room" in told.splitlines()[-1] and "kept" in told.splitlines()[-1]
+    assert "Traceback" not in told
+    finished = {Path(line).name for line in (tmp_path / "kept.txt").read_text().split()}
+    assert len(finished) >= 2
+    again = (tmp_path / "requests.log").read_text().split()
+    assert finished.isdisjoint(shard_of[ids] for ids in again)
+    assert contents(tmp_path / "kept/out") == calm
 
 
 def test_train_goes_on_from_its_last_checkpoint(tmp_path: Path, tiny_verifier: Path) -> None:

@@ -107,6 +107,15 @@ def test_young_shards_stay(run: Run) -> None:
     assert "0 unused" not in eagle3("work", "gc", "--older-than", "0").stdout
 
 
+def test_shards_from_the_future_are_young(run: Run) -> None:
+    """The clock was set back since: what seems to be written tomorrow is not a month old."""
+    run.extract(make_rows(1))
+    run.extract(make_rows(2))
+    for path in run.work.iterdir():
+        os.utime(path, (time.time() + OLD, time.time() + OLD))
+    assert "0 unused" in eagle3("work", "gc", "--yes").stdout
+
+
 def test_what_the_cache_shares_is_not_counted_as_freed(run: Run) -> None:
     run.extract(make_rows(1))
     shutil.copytree(run.out, "cache", copy_function=os.link)

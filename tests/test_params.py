@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from dvc.utils.hydra import apply_overrides
 
 from eagle3.params import load_params
 
@@ -34,6 +35,9 @@ def test_the_default_file_is_valid() -> None:
         (EPOCHS, "  epochs: 0", "train.epochs"),
         ("deduplicate: true", "deduplicate: yes", "prompts.deduplicate"),
         ("precision: bfloat16", "precision: bf16", "train.precision"),
+        ("aux_layer_ids: null", "aux_layer_ids: low-mid-high", "verifier.aux_layer_ids"),
+        ("aux_layer_ids: null", 'aux_layer_ids: "[2, 4, 5]"', "verifier.aux_layer_ids"),
+        ("aux_layer_ids: null", 'aux_layer_ids: ["2", "4", "5"]', "verifier.aux_layer_ids"),
         ("multi_turn: first", "multi_turn: middle", "prompts.multi_turn"),
         ("verifier:", "verifier: [", "not readable as YAML"),
         (EPOCHS, "  epochs: &n 4", "anchors"),
@@ -51,6 +55,17 @@ def test_a_mistake_is_an_error_that_names_the_key(tmp_path: Path, old: str, new:
 def test_text_stays_text_with_or_without_quotes(tmp_path: Path, name: str, quote: str) -> None:
     params = load_params(edited(tmp_path, "name: starter", f"name: {quote}{name}{quote}"))
     assert params.prompts.sources[0].name == name
+
+
+def test_d07_e18_settings_that_dvc_rewrites_keep_their_types(tmp_path: Path) -> None:
+    """`dvc exp run -S` writes the whole file anew and drops quotes; text stays text, and a list of ids is one."""
+    for name in ("no", "on", "1.10", "007", "null", "1e5"):
+        path = edited(tmp_path, "name: starter", f'name: "{name}"')
+        apply_overrides(str(path), ["verifier.aux_layer_ids=[2,4,5]", "train.learning_rate=1e-5", "train.epochs=7"])
+        params = load_params(path)
+        assert params.prompts.sources[0].name == name, path.read_text()
+        assert params.verifier.aux_layer_ids == [2, 4, 5]
+        assert (params.train.learning_rate, params.train.epochs) == (1e-5, 7)
 
 
 @pytest.mark.parametrize(("text", "value"), [("0.00001", 1e-5), ("1e-5", 1e-5), ("1.0e-05", 1e-5), ("1", 1.0)])

@@ -237,6 +237,8 @@ def test_the_check_writes_the_same_file_for_every_good_edit(tmp_path: Path, monk
     [
         ("path: data/prompts/starter.jsonl", "path: data/prompts/mine.jsonl", "mine.jsonl .* is not a file here"),
         ("path: data/prompts/starter.jsonl", "path: README.md", "README.md is not under deps of the stage `prompts`"),
+        ("warm_start: null", "warm_start: no/where", "train.warm_start: no/where is not a folder here"),
+        ("warm_start: null", "warm_start: docs", "train.warm_start: docs is not under deps of the stage `train`"),
         ("validation_share: 0.05", "validation_share: 0.95", "leave nothing to train on"),
         ("shard_min_mib: 32", "shard_min_mib: 320", "shard_min_mib is above"),
         ("min_room_tokens: 16", "min_room_tokens: 1024", "no room for a prompt"),

@@ -1,5 +1,8 @@
 """Shards: what is written is read back; the file is plain safetensors; damage is named."""
 
+import ctypes
+import mmap
+import time
 from pathlib import Path
 
 import pytest
@@ -7,6 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from benchmarks.disk import drop_from_cache
 from eagle3.shards import DTYPES, Sample, begin_shard, open_shard, sample_bytes, shard_layout, write_shard
 
 LAYERS, HIDDEN = 3, 8
@@ -112,6 +116,30 @@ def test_reading_copies_nothing(shard: Path) -> None:
     read, file = opened.sample(1), opened.states(slice(None))
     for part, whole in zip((read.aux_hidden_states, read.last_hidden_states), file, strict=True):
         assert part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+
+
+def resident(path: Path, start: int, size: int) -> bool:
+    """Whether this part of a file, in whole pages, lies in the page cache."""
+    with path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    pages = (ctypes.c_ubyte * (size // mmap.PAGESIZE))()
+    address = ctypes.addressof(ctypes.c_char.from_buffer(mapped, start))
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), pages) == 0
+    return all(page & 1 for page in pages)
+
+
+def test_prefetching_a_sample_brings_its_states_into_memory_and_changes_none(tmp_path: Path) -> None:
+    path, samples = tmp_path / "a.safetensors", make_samples([10_000, 0, 600_000])
+    write_shard(path, samples, metadata())
+    drop_from_cache([path])
+    shard = open_shard(path)
+    for position in range(3):
+        shard.prefetch(position)
+    deadline = time.monotonic() + 30
+    while not resident(path, 20 << 20, 4 << 20) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert resident(path, 20 << 20, 4 << 20)  # opening alone reads only the beginning
+    assert all(same(shard.sample(position), sample) for position, sample in enumerate(samples))
 
 
 def test_layout_says_where_everything_goes(tmp_path: Path) -> None:

@@ -13,9 +13,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from eagle3.schemas import PARTS
+from eagle3.serving import recorder
 from eagle3.tables import INDEX, read_table, write_table
+from stages.extract import extract
 from tests.dvc_project import copy_project, eagle3, lines, make_project
+from tests.test_extract import FAKE
 from tests.token_tables import PROJECT
+
+INPUTS_AND_OUTS = ("tokens", "verifier.json", "hidden_states", "metrics.json", "params.yaml")
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +114,26 @@ def test_a_flipped_byte_in_all_three_names_of_a_shard_and_the_way_back(project: 
     assert f".work/extract/{path.name}" in remove
     shell(remove)
     shell(pull)
+    assert path.read_bytes() == whole
+    assert eagle3("verify").exit_code == 0
+
+
+def test_a_shard_that_extract_redid_does_not_come_back_damaged_from_the_cache(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With hard links the damaged file is an object of the cache, which DVC links again unless it has to look at it."""
+    path, whole = shard(), shard().read_bytes()
+    path.chmod(0o644)
+    with path.open("r+b") as file:
+        file.seek(-5000, os.SEEK_END)
+        file.write(b"damage")
+    path.chmod(0o444)
+    shutil.rmtree("data/hidden_states")  # as DVC does before it runs a stage
+    monkeypatch.setattr(recorder, "ENGINE", FAKE)
+    monkeypatch.setenv("EAGLE3_FAKE_REQUESTS", str(project / "requests.log"))
+    extract(*(Path("data") / name for name in INPUTS_AND_OUTS))
+    assert path.read_bytes() == whole
+    dvc("commit", "--force", "extract")
     assert path.read_bytes() == whole
     assert eagle3("verify").exit_code == 0
 

@@ -1,5 +1,6 @@
 """Work survives kill -9, damage is noticed, one writer at a time."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -71,6 +72,16 @@ def test_a_second_writer_is_refused_and_told_who_holds_the_folder() -> None:
     holder.wait()
     with work_folder("generate") as folder:
         assert folder.is_dir()
+
+
+def test_the_number_in_a_lock_file_holds_nothing() -> None:
+    """A process of another program may have the number by now; and after a restart of the machine it surely may."""
+    for number in (os.getppid(), 1, os.getpid()):
+        with work_folder("generate") as folder:
+            pass
+        (folder / "lock").write_text(str(number))
+        with work_folder("generate"):
+            assert (folder / "lock").read_text() == str(os.getpid())
 
 
 def test_the_root_is_the_main_repository_even_in_an_experiment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

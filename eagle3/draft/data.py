@@ -13,18 +13,23 @@ Letters: K steps, T tokens of a sample, N context rows, R query rows, U target r
 hidden size.
 """
 
+import hashlib
 import json
 import queue
+import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from eagle3.digests import digest_tokens
 from eagle3.draft.attention import Document
 from eagle3.schemas import STATES
 from eagle3.shards import Sample, Shard, open_shard
@@ -36,11 +41,12 @@ AHEAD = 2  # optimiser steps whose batches are read in advance
 OPEN_SHARDS = 64
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SampleRef:
-    """Where a sample lies."""
+    """Where a sample lies. There is one for every sample of a corpus, so it is kept small."""
 
     sample_id: str
+    sample_digest: str
     split: str
     shard: str
     position: int
@@ -56,7 +62,7 @@ class Corpus:
     train: list[SampleRef]
     validation: list[SampleRef]
     skipped: list[SampleRef]
-    fingerprint: list[list[str]]  # what the contents follow from: shard digests, then samples
+    fingerprint: str  # digest of what the contents follow from: samples in order, each with its shard's digest
 
 
 @dataclass(frozen=True)
@@ -99,19 +105,24 @@ class Batch:
 def read_corpus(folder: Path, verifier: VerifierIdentity) -> Corpus:
     """Read the index and check every shard against the verifier. Raises ValueError that names row or shard."""
     samples: list[SampleRef] = []
-    shards: dict[str, str] = {}
+    shards: set[str] = set()
     seen: dict[str, str] = {}
+    contents = hashlib.sha256()
     for row in read_table(folder / INDEX, STATES):
-        ref = SampleRef(**{name: row[name] for name in SampleRef.__dataclass_fields__})
+        split, shard = sys.intern(row["split"]), sys.intern(row["shard"])  # few values, each many times
+        ref = SampleRef(
+            row["sample_id"], row["sample_digest"], split, shard, row["position"], row["length"], row["loss_tokens"]
+        )
         if Path(ref.shard).name != ref.shard or ref.split not in ("train", "validation"):
             raise ValueError(
                 f"{folder / INDEX}: sample {ref.sample_id} has shard {ref.shard!r} and split {ref.split!r}"
             )
         if seen.setdefault(ref.sample_id, ref.split) != ref.split:
             raise ValueError(f"{folder / INDEX}: sample {ref.sample_id} is in the train and the validation split")
-        shards[ref.shard] = row["shard_sha256"]
+        contents.update(f"{ref.sample_id} {ref.split} {row['shard_sha256']} {ref.position}\n".encode())
+        shards.add(ref.shard)
         samples.append(ref)
-    for name in shards:
+    for name in sorted(shards):
         _check_shard(folder / name, verifier)
     useful = [ref for ref in samples if _teaches(ref)]
     if not any(ref.split == "train" for ref in useful):
@@ -121,7 +132,7 @@ def read_corpus(folder: Path, verifier: VerifierIdentity) -> Corpus:
         train=[ref for ref in useful if ref.split == "train"],
         validation=[ref for ref in useful if ref.split == "validation"],
         skipped=[ref for ref in samples if not _teaches(ref)],
-        fingerprint=[sorted(shards.values()), [f"{ref.sample_id} {ref.split}" for ref in samples]],
+        fingerprint=contents.hexdigest(),
     )
 
 
@@ -131,6 +142,8 @@ def _teaches(ref: SampleRef) -> bool:
 
 def _check_shard(path: Path, verifier: VerifierIdentity) -> None:
     metadata = open_shard(path).metadata
+    if metadata["key"] != path.stem:
+        raise ValueError(f"{path}: it holds the shard {metadata['key']}: renamed or swapped; {_remedy(path)}")
     found = {key: metadata[key] for key in ("verifier_digest", "hidden_size", "prenorm")}
     expected = {"verifier_digest": verifier.digest, "hidden_size": str(verifier.hidden_size), "prenorm": "true"}
     found["aux_layer_ids"] = str(json.loads(metadata["aux_layer_ids"]))
@@ -293,13 +306,24 @@ class BatchStream:
 
     def _fill(self) -> None:
         try:
-            for group in self._groups:
+            for group in self._asked_for():
                 self._put([load_batch(self._folder, refs, self._steps) for refs in group])
                 if self._stopped.is_set():
                     return
             self._put(None)
         except Exception as error:
             self._put(error)
+
+    def _asked_for(self) -> Iterator[list[list[SampleRef]]]:
+        """The groups; the disk is asked for the samples of AHEAD more of them before one is given out."""
+        asked: deque[list[list[SampleRef]]] = deque()
+        for group in self._groups:
+            for ref in chain.from_iterable(group):
+                _opened(self._folder / ref.shard).prefetch(ref.position)
+            asked.append(group)
+            if len(asked) > AHEAD:
+                yield asked.popleft()
+        yield from asked
 
     def _put(self, item: list[Batch] | Exception | None) -> None:
         while not self._stopped.is_set():
@@ -318,20 +342,27 @@ def load_batch(folder: Path, refs: Sequence[SampleRef], steps: int) -> Batch:
         if not (_finite(sample.aux_hidden_states) and _finite(sample.last_hidden_states)):
             raise ValueError(
                 f"{folder / ref.shard}: sample {ref.sample_id} has states that are not finite; "
-                "remove the shard from the work store and run `dvc repro extract`"
+                f"{_remedy(folder / ref.shard)}"
             )
         samples.append((ref.sample_id, sample))
     return build_batch(samples, steps)
 
 
 def _load(folder: Path, ref: SampleRef) -> Sample:
-    sample = _opened(folder / ref.shard).sample(ref.position)
-    if len(sample.input_ids) != ref.length:
-        raise ValueError(
-            f"{folder / ref.shard}: sample {ref.sample_id} has {len(sample.input_ids)} tokens, the index says "
-            f"{ref.length}; `dvc checkout --force` restores the shard"
-        )
-    return sample
+    shard = _opened(folder / ref.shard)
+    if ref.position < len(shard):
+        sample = shard.sample(ref.position)
+        found = digest_tokens(sample.input_ids, sample.loss_mask)
+        if (len(sample.input_ids), found) == (ref.length, ref.sample_digest):
+            return sample
+    raise ValueError(
+        f"{folder / ref.shard}: ids and mask at position {ref.position} are not those of sample {ref.sample_id} "
+        f"({ref.length} tokens) in {INDEX}: another or a damaged shard; {_remedy(folder / ref.shard)}"
+    )
+
+
+def _remedy(shard: Path) -> str:
+    return f"`eagle3 verify {shard.parent}` says what brings it back"
 
 
 @lru_cache(maxsize=OPEN_SHARDS)
@@ -340,7 +371,8 @@ def _opened(path: Path) -> Shard:
 
 
 def _finite(states: torch.Tensor) -> bool:
-    return bool(torch.isfinite(states).all())
+    """The least and the greatest value tell (NaN is both), and are found many times faster than by a look at each."""
+    return not states.numel() or all(bool(value.isfinite()) for value in torch.aminmax(states))
 
 
 def _join(parts: list[torch.Tensor], empty: tuple[int, ...]) -> torch.Tensor:

@@ -45,10 +45,10 @@ class DraftSizes:
 def choose_sizes(
     verifier_config: dict[str, Any], num_aux_layers: int, draft_vocab_size: int, max_positions: int, params: TrainParams
 ) -> DraftSizes:
-    """The draft's form from the verifier's config.json: one of the verifier's layers, in Llama form.
+    """The draft's form from the verifier's config.json: one of the verifier's layers, in Llama form, but for params.
 
     A verifier whose attention is not in Llama form (MLA) lends its width only; heads of 128 (or 64) are used then.
-    Raises ValueError that names a field which is missing.
+    Raises ValueError that names a field which is missing, or head counts that do not go together.
     """
     config = {**verifier_config, **verifier_config.get("text_config", {})}
     absent = [
@@ -63,10 +63,16 @@ def choose_sizes(
         head_dim = 128 if hidden % 128 == 0 else 64
         heads = hidden // head_dim
         kv_heads = max(1, heads // 8) if heads % 8 == 0 else heads
+    head_dim, heads = params.head_dim or head_dim, params.num_heads or heads
+    kv_heads = params.num_kv_heads or min(kv_heads, heads)
+    if hidden % heads:  # transformers' Llama config wants it so, and vLLM reads the draft's with it
+        raise ValueError(f"the draft's width of {hidden} is no multiple of its {heads} heads; set train.num_heads")
+    if heads % kv_heads:
+        raise ValueError(f"{heads} heads of the draft do not share {kv_heads} key-value heads; set train.num_kv_heads")
     positions = max(config.get("max_position_embeddings", 0), max_positions)
     return DraftSizes(
         hidden_size=hidden,
-        intermediate_size=config["intermediate_size"],
+        intermediate_size=params.intermediate_size or config["intermediate_size"],
         num_layers=params.num_layers,
         num_heads=heads,
         num_kv_heads=kv_heads,

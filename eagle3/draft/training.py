@@ -31,6 +31,7 @@ from eagle3.draft.model import DraftModel, DraftSizes, initialise
 from eagle3.draft.processes import Processes
 from eagle3.draft.ttt import Score, Teacher, empty_score, full_choices, make_teacher, score_batch
 from eagle3.draft.vocab import DraftVocabulary
+from eagle3.draft.warm_start import Checkpoint
 from eagle3.params import TrainParams
 from eagle3.schemas import SCHEMA_VERSION
 from eagle3.verifier import HeadWeights, VerifierIdentity
@@ -90,14 +91,21 @@ def learning_rate(step: int, total: int, params: TrainParams) -> float:
     return params.learning_rate * (final + (1 - final) * (1 + math.cos(math.pi * progress)) / 2)
 
 
-def run_key(corpus: Corpus, verifier: VerifierIdentity, params: TrainParams, device: torch.device) -> str:
+def run_key(
+    corpus: Corpus,
+    verifier: VerifierIdentity,
+    params: TrainParams,
+    device: torch.device,
+    warm_start: Checkpoint | None = None,
+) -> str:
     """Digest of everything that determines the weights of a run, this package's code included."""
-    settings = params.model_dump(exclude={"checkpoint_every_s", "export_dtype", "nproc"})
+    settings = params.model_dump(exclude={"checkpoint_every_s", "export_dtype", "nproc", "warm_start"})
     code = {path.name: digest_file(path) for path in sorted(Path(__file__).parent.glob("*.py"))}
     return digest(
         {
             "schema": SCHEMA_VERSION,
             "params": settings,
+            "warm_start": warm_start and warm_start.digest,
             "states": corpus.fingerprint,
             "verifier": verifier.digest,
             "aux_layer_ids": verifier.aux_layer_ids,
@@ -157,12 +165,18 @@ class Trainer:
         params: TrainParams,
         store: CheckpointStore | None,
         processes: Processes,
+        warm_start: Checkpoint | None = None,
     ):
         self.corpus, self.params, self.store, self.processes = corpus, params, store, processes
         self.device = processes.device
         self.teacher: Teacher = make_teacher(head, vocabulary, self.device)
         self.draft = DraftModel(sizes, PRECISIONS[params.precision])
         initialise(self.draft, self.teacher.draft_head, self.teacher.norm, params.seed)
+        if warm_start is not None:
+            known = warm_start.load_into(self.draft, vocabulary)
+            if processes.leads:
+                told = f"{known:,} of {len(vocabulary):,} draft tokens"
+                say(f"train: going on from {warm_start.folder}, which knows {told}")
         self.draft.to(self.device)
         self.draft.lm_head.weight.requires_grad_(not params.freeze_lm_head)
         self.trained = {name: value for name, value in self.draft.named_parameters() if value.requires_grad}

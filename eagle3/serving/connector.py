@@ -87,7 +87,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         if not request.kv_transfer_params:
             return False, None
         placement = Placement(**request.kv_transfer_params)
-        problem = _problem(request, placement)
+        problem = request_problem(request.prompt_token_ids, request.num_computed_tokens, placement)
         self._finished.append(FinishedRequest(request.request_id, placement, block_ids[self._group], problem))
         return True, None
 
@@ -144,12 +144,16 @@ def hidden_state_group(config: KVCacheConfig) -> int:
     return found[0]
 
 
-def _problem(request: Any, placement: Placement) -> str | None:
-    ids = request.prompt_token_ids or []
+def request_problem(input_ids: Sequence[int] | None, computed: int, placement: Placement) -> str | None:
+    """Why the states of a request must not be written: other ids than the sample's, or fewer states; None if neither.
+
+    input_ids: what the engine read; computed: tokens whose states it has.
+    """
+    ids = input_ids or []
     if digest_ids(ids) != placement.ids_digest:
         return f"the engine read {len(ids)} ids that are not the sample's {placement.length}"
-    if request.num_computed_tokens < placement.length:
-        return f"the engine computed {request.num_computed_tokens} of {placement.length} tokens"
+    if computed < placement.length:
+        return f"the engine computed {computed} of {placement.length} tokens"
     return None
 
 
@@ -236,10 +240,13 @@ class StateWriter:
 
     def _states(self, request: FinishedRequest) -> dict[str, torch.Tensor]:
         """The request's states as they are stored, on the cache's device."""
-        blocks = torch.tensor(request.blocks, device=self._cache.device)
-        rows = self._cache[blocks].transpose(1, 2).flatten(0, 1)[: request.placement.length]  # [T, A + 1, H]
-        assert len(rows) == request.placement.length
-        return encode_states(rows, self._dtype)
+        blocks, length = torch.tensor(request.blocks, device=self._cache.device), request.placement.length
+        rows = self._cache.transpose(1, 2)  # [blocks, block size, A + 1, H]; a view
+        assert length <= len(blocks) * rows.shape[1]
+        if self._dtype != self._cache.dtype:
+            return encode_states(rows.index_select(0, blocks).flatten(0, 1)[:length], self._dtype)
+        parts = {"aux_hidden_states": rows[:, :, :-1], "last_hidden_states": rows[:, :, -1]}  # each value copied once
+        return {name: part.index_select(0, blocks).flatten(0, 1)[:length] for name, part in parts.items()}
 
     def _write(self, copy: _Copy) -> None:
         try:

@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import traceback
@@ -23,6 +24,7 @@ from typing import Any
 from eagle3.console import visible
 
 GRACE_S = 10
+HANDOVER_S = 120  # for a child's interpreter to start and take its arguments
 TAIL_BYTES = 1 << 16
 PR_SET_PDEATHSIG = 1
 CACHE_HINT = "engine.cpu_kv_cache_gib sets the size of the cache on a CPU, engine.gpu_memory_utilization on a GPU"
@@ -65,6 +67,7 @@ class EngineProcess:
     target: a function of a module, or "module:function" where the parent had better not import that module. It is
         called with a ParentPipe and the arguments. Whatever it raises reaches the parent as a ValueError.
     environment: variables to add to the parent's; they hold before the first import.
+    advice: what to do after a failure; ends every error.
     """
 
     def __init__(
@@ -74,8 +77,9 @@ class EngineProcess:
         environment: Mapping[str, str],
         log_path: Path,
         label: str,
+        advice: str = "",
     ):
-        self.log_path, self.label = log_path, label
+        self.log_path, self.label, self.advice = log_path, label, advice
         self._target = target if isinstance(target, str) else f"{target.__module__}:{target.__qualname__}"
         self._arguments, self._environment = arguments, environment
         self._process: subprocess.Popen[bytes] | None = None
@@ -91,7 +95,7 @@ class EngineProcess:
                 pass_fds=[theirs.fileno()],
             )
         try:
-            self.send((self._target, self._arguments))
+            self.send((self._target, self._arguments), HANDOVER_S)
         except BaseException:
             self.stop()
             raise
@@ -109,10 +113,15 @@ class EngineProcess:
         """The pipe's descriptor, for a selector."""
         return self._pipe.fileno()
 
-    def send(self, message: Any) -> None:
-        """Send a message to the target. Raises ValueError when the child is gone."""
+    def send(self, message: Any, timeout_s: float) -> None:
+        """Send a message to the target. Raises ValueError when the child is gone, or takes nothing for `timeout_s`."""
+        with socket.socket(fileno=os.dup(self._pipe.fileno())) as ours:
+            limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         try:
             self._pipe.send(message)
+        except BlockingIOError:
+            raise self.stalled(timeout_s) from None
         except OSError:
             self.receive(0)  # the error that it died of, if it told
             raise self._failure("ended unexpectedly") from None
@@ -153,10 +162,18 @@ class EngineProcess:
         try:
             code = self._process.wait(1 if "ended" in what else 0)
             ended = f" (killed by {signal.Signals(-code).name})" if code < 0 else f" (exit code {code})"
+            if code == -signal.SIGKILL:
+                ended += ", as the system does when memory runs out"
         except subprocess.TimeoutExpired:
             ended = ""
         said = last_words(self.log_path) if quote else ""
-        return ValueError(f"{self.label}: {what}{ended}; log: {self.log_path}" + (f"; it ends: {said}" if said else ""))
+        told = [
+            f"{self.label}: {what}{ended}",
+            f"log: {self.log_path}",
+            f"it ends: {said}" if said else "",
+            self.advice,
+        ]
+        return ValueError("; ".join(filter(None, told)))
 
 
 def start_child(

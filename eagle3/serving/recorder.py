@@ -23,6 +23,7 @@ from eagle3.serving.process import EngineProcess
 from eagle3.verifier import VerifierIdentity
 
 ENGINE = "eagle3.serving.connector:run_engine"
+ADVICE = "finished shards are kept, run again to go on"
 MIB = 1 << 20
 
 
@@ -116,7 +117,7 @@ class StateRecorder:
         self._completions = os.open(fifo, os.O_RDWR | os.O_NONBLOCK)  # also a writer: no end of file between engines
         self._unread = b""
         self._choices: dict[int, tuple[int, ...]] = {}  # of samples that are not done yet
-        self._process = EngineProcess(ENGINE, (arguments,), environment, log_path, "recording engine")
+        self._process = EngineProcess(ENGINE, (arguments,), environment, log_path, "recording engine", ADVICE)
 
     def __enter__(self) -> "StateRecorder":
         try:
@@ -134,7 +135,8 @@ class StateRecorder:
 
     def submit(self, samples: Sequence[tuple[list[int], Placement]]) -> None:
         """Hand over samples: (input_ids, where their states belong)."""
-        self._process.send([(input_ids, asdict(placement)) for input_ids, placement in samples])
+        told = [(input_ids, asdict(placement)) for input_ids, placement in samples]
+        self._process.send(told, self._stall_timeout_s)
         self.outstanding += len(samples)
 
     def completions(self) -> list[Completion]:

@@ -64,7 +64,7 @@ class Decoder:
 
     def decode(self, prompts: list[Prompt], sampling: list[dict[str, Any]], batch: int) -> list[Answer]:
         """Decode one batch. Raises ValueError naming the log when the engine fails."""
-        self._process.send(([prompt.ids for prompt in prompts], sampling))
+        self._process.send(([prompt.ids for prompt in prompts], sampling), BATCH_TIMEOUT_S)
         seconds, outputs, steps = self._process.receive(BATCH_TIMEOUT_S)
         return [
             Answer(prompt, self.arm, batch, output, seconds, [Step(*fields[1:]) for fields in own])

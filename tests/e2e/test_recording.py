@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from eagle3.gates import check_shard
 from eagle3.hidden_states import require_agreement
 from eagle3.params import Params
 from eagle3.schemas import STATES
-from eagle3.serving.connector import FinishedRequest, StateWriter, hidden_state_group
+from eagle3.serving.connector import FinishedRequest, StateWriter, hidden_state_group, request_problem
 from eagle3.serving.recorder import Placement, digest_ids
 from eagle3.shards import Sample, open_shard, write_shard
 from eagle3.tables import Row, read_table
@@ -42,16 +43,25 @@ AUX = [2, 4, 5]
 FILES = ("tokens", "verifier.json", "hidden_states", "metrics.json", "params.yaml")
 
 
+@dataclass(frozen=True)
+class Interruption:
+    """How a run of the stage was ended: what it said, processes that outlived it, shards finished by then."""
+
+    code: int
+    told: str
+    orphans: list[psutil.Process]
+    shards: dict[str, int]  # with times of modification
+
+
 @dataclass
 class Recording:
-    """A finished run of the stage, killed once on its way."""
+    """A finished run of the stage, interrupted three times on its way: engine killed, engine stopped, stage killed."""
 
     folder: Path
     verifier: Path
     rows: list[Row]
     params: Params
-    kept: dict[str, int]  # shards finished before the kill, with times of modification
-    orphans: list[psutil.Process]
+    interruptions: dict[str, Interruption]
 
     @property
     def work(self) -> Path:
@@ -75,31 +85,38 @@ def one_core() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def recording(tmp_path_factory: pytest.TempPathFactory, one_core: None) -> Recording:
-    """70 samples; the KV cache holds 10 blocks of 128 tokens, a step reads at most 48 tokens."""
+    """72 samples; the KV cache holds 10 blocks of 128 tokens, a step reads at most 48 tokens.
+
+    The last three share a prefix of 200 tokens, and two of them are the same row.
+    """
     folder = tmp_path_factory.mktemp("recording")
     verifier = build_tiny_verifier(folder / "verifier", tied=False)
     _vary_norm(verifier)
-    params = write_params(
-        folder / "params.yaml",
-        verifier,
-        verifier__aux_layer_ids=AUX,
-        engine__cpu_kv_cache_gib=0.008,
-        engine__max_num_seqs=8,
-        engine__max_num_batched_tokens=48,
-        extract__shard_min_mib=0.3,
-        extract__shard_max_mib=0.9,
-        extract__max_pending_mib=0.3,
-    )
+    settings: dict[str, object] = {
+        "verifier__aux_layer_ids": AUX,
+        "engine__cpu_kv_cache_gib": 0.008,
+        "engine__max_num_seqs": 8,
+        "engine__max_num_batched_tokens": 48,
+        "extract__shard_min_mib": 0.3,
+        "extract__shard_max_mib": 0.9,
+        "extract__max_pending_mib": 0.3,
+    }
+    params = write_params(folder / "params.yaml", verifier, **settings)
     write_verifier_json(folder / "verifier.json", params)
     choice = random.Random(0)
     lengths = [(choice.randrange(5, 60), choice.randrange(4, 90)) for _ in range(69)] + [(150, 106)]
     rows = [token_row(ids, prompt) for ids, (prompt, _) in zip(greedy_samples(verifier, lengths), lengths, strict=True)]
+    rows += [token_row(rows[-1]["input_ids"][:200], 150), rows[-1]]
     write_tokens(folder / "tokens", rows)
-    kept, orphans = _kill_midway(folder)
-    environment = os.environ | {"EAGLE3_WORK_DIR": str(folder / "work")}
-    command = [sys.executable, "-m", "stages.extract", *(str(folder / name) for name in FILES)]
-    subprocess.run(command, env=environment, cwd=PROJECT, check=True, timeout=300)
-    return Recording(folder, verifier, rows, params, kept, orphans)
+    interruptions = {"engine killed": _interrupt(folder, 1, engine=True, number=signal.SIGKILL)}
+    write_params(folder / "params.yaml", verifier, **settings, extract__stall_timeout_s=5.0)
+    interruptions["engine stopped"] = _interrupt(folder, 2, engine=True, number=signal.SIGSTOP)
+    write_params(folder / "params.yaml", verifier, **settings)
+    interruptions["stage killed"] = _interrupt(folder, 3, engine=False, number=signal.SIGKILL)
+    last = _start(folder)
+    _, told = last.communicate(timeout=300)
+    assert last.returncode == 0, told
+    return Recording(folder, verifier, rows, params, interruptions)
 
 
 def _vary_norm(verifier: Path) -> None:
@@ -110,30 +127,66 @@ def _vary_norm(verifier: Path) -> None:
     model.save_pretrained(verifier)
 
 
-def _kill_midway(folder: Path) -> tuple[dict[str, int], list[psutil.Process]]:
-    """Start the stage, kill -9 it when two shards are done; the shards, and processes that outlived it."""
+def _start(folder: Path) -> "subprocess.Popen[str]":
     environment = os.environ | {"EAGLE3_WORK_DIR": str(folder / "work")}
     command = [sys.executable, "-m", "stages.extract", *(str(folder / name) for name in FILES)]
-    stage = subprocess.Popen(command, env=environment, cwd=PROJECT)
+    return subprocess.Popen(command, env=environment, cwd=PROJECT, stderr=subprocess.PIPE, text=True)
+
+
+def _finished(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_mtime_ns for path in (folder / "work/extract").glob("*.safetensors")}
+
+
+def _interrupt(folder: Path, shards: int, *, engine: bool, number: int) -> Interruption:
+    """Start the stage; when so many shards are done, signal it or its engine."""
+    stage = _start(folder)
     deadline = time.monotonic() + 300
-    while len(list((folder / "work/extract").glob("*.json"))) < 2 and time.monotonic() < deadline:
-        assert stage.poll() is None
+    while len(_finished(folder)) < shards or not psutil.Process(stage.pid).children():
+        assert stage.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
+    if shards > 1:
+        _wait_for_another(folder, deadline)
     children = psutil.Process(stage.pid).children(recursive=True)
-    stage.send_signal(signal.SIGKILL)
-    stage.wait()
+    os.kill(children[0].pid if engine else stage.pid, number)
+    _, told = stage.communicate(timeout=120)
     _, orphans = psutil.wait_procs(children, 10)
-    shards = (folder / "work/extract").glob("*.safetensors")
-    return {path.name: path.stat().st_mtime_ns for path in shards}, orphans
+    return Interruption(stage.returncode, told, orphans, _finished(folder))
+
+
+def _wait_for_another(folder: Path, deadline: float) -> None:
+    """Until this run has finished a shard too."""
+    before = _finished(folder)
+    while _finished(folder) == before:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_a_killed_stage_leaves_no_process_and_loses_no_shard(recording: Recording) -> None:
-    assert recording.orphans == []
+    killed = recording.interruptions["stage killed"]
+    assert (killed.code, killed.orphans) == (-signal.SIGKILL, [])
     metrics = json.loads((recording.folder / "metrics.json").read_text())
-    assert 2 <= metrics["shards_reused"] < metrics["shards"]
-    for name, modified in recording.kept.items():
-        assert (recording.work / "extract" / name).stat().st_mtime_ns == modified
+    assert len(killed.shards) <= metrics["shards_reused"] < metrics["shards"]
+    assert killed.shards.items() <= _finished(recording.folder).items()
     assert not list((recording.work / "extract").glob("*.partial"))
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("engine killed", r"recording engine: ended unexpectedly \(killed by SIGKILL\)"),
+        ("engine stopped", r"recording engine: made no progress for 5 s; log: "),
+    ],
+)
+def test_a_killed_or_stopped_engine_ends_the_stage_with_its_log_and_loses_no_shard(
+    recording: Recording, how: str, told: str
+) -> None:
+    ended = recording.interruptions[how]
+    assert (ended.code, ended.orphans) == (1, [])
+    last = ended.told.splitlines()[-1]
+    assert re.search(told, last) and "work/logs/extract.log" in last
+    assert last.endswith("finished shards are kept, run again to go on")
+    assert len(ended.shards) >= 1
+    assert ended.shards.items() <= _finished(recording.folder).items()
 
 
 def test_every_row_is_recorded_with_more_tokens_than_the_cache_holds(recording: Recording) -> None:
@@ -144,7 +197,10 @@ def test_every_row_is_recorded_with_more_tokens_than_the_cache_holds(recording: 
 
 
 def test_states_are_those_of_transformers(recording: Recording) -> None:
-    """Values, order of layers, and the last state before the final norm; the engine read these rows in chunks."""
+    """Values, order of layers, and the last state before the final norm; the engine read these rows in chunks.
+
+    Rows of a common prefix and the same row twice are among them, each computed in full.
+    """
     model = AutoModelForCausalLM.from_pretrained(recording.verifier, dtype="auto")
     before_norm: list[torch.Tensor] = []
     model.model.norm.register_forward_pre_hook(lambda _, inputs: before_norm.append(inputs[0][0]))
@@ -256,6 +312,25 @@ def test_a_folder_without_weights_is_named_before_any_engine_starts(recording: R
     outs = [tmp_path / "hidden_states", tmp_path / "metrics.json", tmp_path / "params.yaml"]
     with pytest.raises(ValueError, match=r"empty: weights not readable"):
         extract(recording.folder / "tokens", recording.folder / "verifier.json", *outs)
+
+
+@pytest.mark.parametrize(
+    ("ids", "computed", "told"),
+    [
+        ([5, 6, 7], 3, None),
+        ([5, 6, 7], 4, None),  # the token that the engine generates
+        ([5, 7, 6], 3, "the engine read 3 ids that are not the sample's 3"),
+        ([5, 6], 2, "the engine read 2 ids that are not the sample's 3"),
+        ([5, 6, 7, 8], 4, "the engine read 4 ids that are not the sample's 3"),
+        (None, 0, "the engine read 0 ids that are not the sample's 3"),
+        ([5, 6, 7], 2, "the engine computed 2 of 3 tokens"),
+    ],
+)
+def test_e01_e17_a_request_of_other_ids_or_of_fewer_states_is_a_problem(
+    ids: list[int] | None, computed: int, told: str | None
+) -> None:
+    placement = Placement(0, "x", {}, 3, digest_ids([5, 6, 7]), ())
+    assert request_problem(ids, computed, placement) == told
 
 
 BLOCKS, LAYERS, BLOCK, HIDDEN = 6, 4, 8, 16

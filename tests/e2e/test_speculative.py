@@ -11,7 +11,7 @@ from eagle3.acceptance import Answer, Prompt, identical, summarise
 from eagle3.draft.export import export_draft
 from eagle3.draft.model import DraftModel, choose_sizes, initialise
 from eagle3.draft.vocab import DraftVocabulary
-from eagle3.params import EngineParams, EvaluateParams, Params, load_params
+from eagle3.params import EngineParams, EvaluateParams, TrainParams, load_params
 from eagle3.serving.speculative import Decoder, decode_pairs
 from eagle3.verifier import identify_verifier, load_head
 from tests.draft_data import verifier_params
@@ -24,19 +24,30 @@ ENGINE: EngineParams = DEFAULT.engine.model_copy(update={"cpu_kv_cache_gib": 0.2
 STEPS = 3
 
 
-def make_draft(verifier: Path, out: Path, params: Params = DEFAULT) -> Path:
-    """A draft of random weights with a strong tie to the verifier's states, so that some drafts are accepted."""
-    identity = identify_verifier(verifier_params(verifier), DEFAULT.reasoning)
+def make_draft(
+    verifier: Path,
+    out: Path,
+    train: TrainParams = DEFAULT.train,
+    aux_layer_ids: list[int] | None = None,
+    every: int = 5,
+) -> Path:
+    """A draft of random weights with a strong tie to the verifier's states, so that some drafts are accepted.
+
+    Its vocabulary is every id but each fifth (neither a prefix nor everything), or each `every`th; 0 = all.
+    """
+    identity = identify_verifier(verifier_params(verifier, aux_layer_ids), DEFAULT.reasoning)
     head = load_head(verifier)
-    # every id but each fifth: a draft vocabulary that is neither a prefix nor everything
-    ids = torch.tensor([i for i in range(identity.vocab_size) if i % 5])
+    ids = torch.tensor([i for i in range(identity.vocab_size) if not every or i % every])
     vocabulary = DraftVocabulary(ids, identity.vocab_size, 1.0)
     config = AutoModelForCausalLM.from_pretrained(verifier).config.to_dict()
-    sizes = choose_sizes(config, 3, len(ids), identity.max_position_embeddings, params.train)
+    layers = len(identity.aux_layer_ids)
+    sizes = choose_sizes(config, layers, len(ids), identity.max_position_embeddings, train)
     draft = DraftModel(sizes)
     initialise(draft, head.lm_head[ids].float(), head.norm.float(), seed=1, spread=0.05)
     with torch.no_grad():
         draft.fc.weight[:, -sizes.hidden_size :] += torch.eye(sizes.hidden_size)
+        if not train.freeze_lm_head:
+            draft.lm_head.weight += 0.05 * torch.randn(draft.lm_head.weight.shape)
     export_draft(out, draft, vocabulary, identity, "float32")
     return out
 
