@@ -183,7 +183,7 @@ def recording_engine(work: Work, folder: Path) -> StateRecorder:
 
 def run_prefill(engine: EngineProcess, samples: list[list[int]]) -> float:
     """Seconds of the engine without recording."""
-    engine.send(samples)
+    engine.send(samples, 60)
     seconds: float = engine.receive(PATIENCE_S)
     return seconds
 

@@ -155,6 +155,7 @@ class TrainParams(Section):
     precision: Literal["float32", "bfloat16"]
     validations: Positive
     checkpoint_every_s: Annotated[float, Field(ge=0)]
+    nproc: Positive
     export_dtype: Literal["bfloat16", "float16", "float32"]
 
 

@@ -59,6 +59,11 @@ def check_together(params: Params) -> None:
         raise ValueError("prompts.min_characters is above prompts.max_characters")
     if params.generate.responses == "reference" and params.generate.samples_per_prompt > 1:
         raise ValueError("generate.samples_per_prompt must be 1 with generate.responses: reference; a prompt has one")
+    if params.train.nproc > params.train.gradient_accumulation:
+        raise ValueError(
+            "train.nproc is above train.gradient_accumulation, the batches of one optimiser step over all processes: "
+            "one process would have none; raise the latter"
+        )
     room = params.verifier.max_model_len - params.generate.min_room_tokens
     if room < 1:
         raise ValueError("generate.min_room_tokens leaves no room for a prompt within verifier.max_model_len")

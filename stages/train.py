@@ -5,27 +5,49 @@ python -m stages.train data/hidden_states data/verifier.json data/draft data/met
 """
 
 import json
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 from eagle3.console import say
 from eagle3.draft.checkpoint import CheckpointStore
-from eagle3.draft.data import count_generated, read_corpus
+from eagle3.draft.data import Corpus, count_generated, read_corpus
 from eagle3.draft.export import export_draft
 from eagle3.draft.model import choose_sizes
-from eagle3.draft.training import Trainer, choose_device, run_key, run_metrics
-from eagle3.draft.vocab import choose_vocabulary
+from eagle3.draft.processes import Processes, check_work, joined, under_torchrun
+from eagle3.draft.torchrun import launch
+from eagle3.draft.training import Trainer, run_key, run_metrics
+from eagle3.draft.vocab import DraftVocabulary, choose_vocabulary
 from eagle3.draft.warm_start import read_checkpoint
 from eagle3.lineage import write_lineage
-from eagle3.params import load_params
+from eagle3.params import Params, load_params
 from eagle3.stage import run_stage
 from eagle3.tables import INDEX, write_metrics
-from eagle3.verifier import load_head, locate_verifier, read_identity, verifier_digest
+from eagle3.verifier import VerifierIdentity, load_head, locate_verifier, read_identity, verifier_digest
 from eagle3.workstore import work_folder
 
 
 def train(hidden_states: Path, verifier_path: Path, draft: Path, metrics: Path, plots: Path, params_path: Path) -> None:
-    """Train, keep the best draft by validation, export it."""
+    """Train, keep the best draft by validation, export it: in `train.nproc` processes or those of your own torchrun."""
     params = load_params(params_path)
+    if params.train.nproc > 1 and not under_torchrun():
+        check_work(params.train.nproc, params.train)
+        launch("stages.train", [hidden_states, verifier_path, draft, metrics, plots, params_path], params.train.nproc)
+        return
+    with joined(params.train) as processes:
+        train_here(hidden_states, verifier_path, draft, metrics, plots, params, processes)
+
+
+def train_here(
+    hidden_states: Path,
+    verifier_path: Path,
+    draft: Path,
+    metrics: Path,
+    plots: Path,
+    params: Params,
+    processes: Processes,
+) -> None:
+    """The part of one process; the first one writes the files."""
     settings, verifier = params.train, read_identity(verifier_path)
     present = verifier_digest(params.verifier)
     if present != verifier.digest:
@@ -35,33 +57,43 @@ def train(hidden_states: Path, verifier_path: Path, draft: Path, metrics: Path, 
         )
     folder = locate_verifier(params.verifier)
     corpus = read_corpus(hidden_states, verifier)
-    counts = count_generated(corpus, verifier.vocab_size)
+    checkpoint = read_checkpoint(Path(settings.warm_start)) if settings.warm_start else None
+    key = run_key(corpus, verifier, settings, processes.device, checkpoint)
+    processes.agree(key)
+    own = count_generated(replace(corpus, train=processes.share(corpus.train)), verifier.vocab_size)
+    counts = own.to(processes.device)
+    processes.sum([counts])
     vocabulary = choose_vocabulary(
-        counts, verifier.stop_token_ids, settings.draft_vocab_size, settings.draft_vocab_coverage
+        counts.cpu(), verifier.stop_token_ids, settings.draft_vocab_size, settings.draft_vocab_coverage
     )
     config = json.loads((folder / "config.json").read_text())
     sizes = choose_sizes(
         config, len(verifier.aux_layer_ids), len(vocabulary), verifier.max_position_embeddings, settings
     )
-    checkpoint = read_checkpoint(Path(settings.warm_start)) if settings.warm_start else None
     if checkpoint is not None:
         sizes = checkpoint.fit(sizes, verifier.aux_layer_ids)
+    if processes.leads:
+        announce(corpus, vocabulary, verifier, processes)
+    with work_folder("train") if processes.leads else nullcontext() as work:
+        store = CheckpointStore(work / key) if work else None
+        trainer = Trainer(corpus, sizes, vocabulary, load_head(folder), settings, store, processes, checkpoint)
+        trainer.train(plots)
+    if processes.leads:
+        export_draft(draft, trainer.draft, vocabulary, verifier, settings.export_dtype)
+        numbers = run_metrics(trainer, vocabulary)
+        write_lineage(draft, verifier, hidden_states / INDEX, settings, numbers)
+        write_metrics(metrics, numbers)
+
+
+def announce(corpus: Corpus, vocabulary: DraftVocabulary, verifier: VerifierIdentity, processes: Processes) -> None:
+    """Say what the draft will learn from."""
     say(
         f"train: {len(corpus.train):,} train and {len(corpus.validation):,} validation samples; {len(vocabulary):,} "
         f"draft tokens cover {vocabulary.coverage:.2%} of what was generated; verifier {verifier.digest[:12]}"
+        + (f"; {processes.count} processes" if processes.count > 1 else "")
     )
     if not corpus.validation:
         say("train: the validation split is empty: the last weights are exported and no agreement is measured")
-    key = run_key(corpus, verifier, settings, choose_device(), checkpoint)
-    with work_folder("train") as work:
-        trainer = Trainer(
-            corpus, sizes, vocabulary, load_head(folder), settings, CheckpointStore(work / key), checkpoint
-        )
-        trainer.train(plots)
-    export_draft(draft, trainer.draft, vocabulary, verifier, settings.export_dtype)
-    numbers = run_metrics(trainer, vocabulary)
-    write_lineage(draft, verifier, hidden_states / INDEX, settings, numbers)
-    write_metrics(metrics, numbers)
 
 
 if __name__ == "__main__":

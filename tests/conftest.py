@@ -6,6 +6,7 @@ import pytest
 from hypothesis import settings
 
 import tests.pinning  # noqa: F401 - before anything that imports torch
+from tests.draft_data import generate_texts, make_states
 from tests.tiny_kimi import build_tiny_kimi
 from tests.tiny_reasoner import trained_reasoner
 from tests.tiny_verifiers import build_tiny_verifier
@@ -18,6 +19,14 @@ settings.load_profile("shared-machine")
 def tiny_verifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of a tiny random Llama verifier with tokenizer and chat template (float32, 512 positions)."""
     return build_tiny_verifier(tmp_path_factory.mktemp("verifier") / "tiny-llama")
+
+
+@pytest.fixture(scope="session")
+def recorded(tiny_verifier: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with hidden_states and verifier.json: the tiny verifier's own answers and states."""
+    root = tmp_path_factory.mktemp("recorded")
+    make_states(tiny_verifier, root, generate_texts(tiny_verifier, 24))
+    return root
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,7 @@
 """The training loop: schedule, resume, damage, interruption, and the stage around it."""
 
-import json
 import os
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -13,34 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from ruamel.yaml import YAML
-from safetensors.torch import load_file
 
 from eagle3.console import Interrupted
 from eagle3.draft.checkpoint import CheckpointStore, TrainingState
 from eagle3.draft.data import Batch, Corpus, SampleRef, build_batch, count_generated, read_corpus
 from eagle3.draft.export import load_draft
-from eagle3.draft.model import choose_sizes
+from eagle3.draft.processes import alone
 from eagle3.draft.training import Trainer, learning_rate, make_schedule, run_key
 from eagle3.draft.vocab import DraftVocabulary, choose_vocabulary
-from eagle3.params import load_params
 from eagle3.shards import open_shard
 from eagle3.verifier import load_head, read_identity
-from stages.train import train
-from tests.draft_data import generate_texts, make_states, verifier_params
+from tests.draft_data import generate_texts, make_states
+from tests.draft_runs import PARAMS, SETTINGS, Run, checkpoints, make_trainer, start, wait_until
 from tests.tiny_verifiers import build_tiny_verifier
-
-ROOT = Path(__file__).parent.parent
-PARAMS = load_params(ROOT / "params.yaml").train
-SETTINGS: dict[str, Any] = {
-    "epochs": 4,
-    "batch_tokens": 128,
-    "precision": "float32",
-    "export_dtype": "float32",
-    "validations": 2,
-    "checkpoint_every_s": 0,
-    "learning_rate": 0.003,
-}
 
 
 @pytest.fixture(autouse=True)
@@ -50,58 +31,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="session")
-def recorded(tiny_verifier: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with hidden_states and verifier.json: the tiny verifier's own answers and states."""
-    root = tmp_path_factory.mktemp("recorded")
-    make_states(tiny_verifier, root, generate_texts(tiny_verifier, 24))
-    return root
-
-
-class Run:
-    """One project folder in which the stage can run."""
-
-    def __init__(self, root: Path, recorded: Path, verifier: Path):
-        self.root, self.recorded, self.verifier = root, recorded, verifier
-        self.params = root / "params.yaml"
-        self.write_params({})
-
-    def write_params(self, changes: dict[str, Any]) -> None:
-        yaml = YAML(typ="safe", pure=True)
-        values = yaml.load((ROOT / "params.yaml").read_text())
-        values["verifier"] = verifier_params(self.verifier).model_dump()
-        values["train"] |= SETTINGS | changes
-        yaml.dump(values, self.params)
-
-    @property
-    def arguments(self) -> list[Path]:
-        names = ("draft", "train.json", "plots")
-        inputs = [self.recorded / "hidden_states", self.recorded / "verifier.json"]
-        return [*inputs, *(self.root / name for name in names), self.params]
-
-    def stage(self, **changes: Any) -> dict[str, Any]:
-        self.write_params(changes)
-        train(*self.arguments)
-        metrics: dict[str, Any] = json.loads((self.root / "train.json").read_text())
-        return metrics
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = load_file(self.root / "draft" / "model.safetensors")
-        return found
-
-    def trainer(self, **changes: Any) -> Trainer:
-        corpus = read_corpus(self.recorded / "hidden_states", read_identity(self.recorded / "verifier.json"))
-        return make_trainer(self, corpus, changes)
-
-
-def make_trainer(run: Run, corpus: Corpus, changes: dict[str, Any]) -> Trainer:
-    params = PARAMS.model_copy(update=SETTINGS | changes)
-    vocabulary = choose_vocabulary(count_generated(corpus, 640), [2], None, 1.0)
-    config = json.loads((run.verifier / "config.json").read_text())
-    sizes = choose_sizes(config, 3, len(vocabulary), 512, params)
-    return Trainer(corpus, sizes, vocabulary, load_head(run.verifier), params, CheckpointStore(run.root / "store"))
 
 
 @pytest.fixture
@@ -245,16 +174,6 @@ def test_a_verifier_that_changed_is_refused(run: Run, tmp_path: Path, recorded: 
         Run(tmp_path, recorded, other).stage()
 
 
-def start(run: Run, work: Path) -> "subprocess.Popen[bytes]":
-    environment = {**os.environ, "EAGLE3_WORK_DIR": str(work), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "stages.train", *map(str, run.arguments)]
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE)
-
-
-def checkpoints(work: Path) -> list[Path]:
-    return sorted(path for path in work.glob("train/*/step-*") if path.suffix != ".tmp")
-
-
 def test_killed_twice_and_resumed_the_weights_are_the_same_bits(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = run.stage(epochs=6, validations=3)
     expected = run.weights()
@@ -276,13 +195,6 @@ def test_killed_twice_and_resumed_the_weights_are_the_same_bits(run: Run, monkey
     }
     timed = ("tokens_per_second", "data_wait_share")
     assert {k: v for k, v in resumed.items() if k not in timed} == {k: v for k, v in plain.items() if k not in timed}
-
-
-def wait_until(condition: Any, seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_sigterm_saves_where_it_stands(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,6 +223,7 @@ def test_sigterm_saves_where_it_stands(run: Run, monkeypatch: pytest.MonkeyPatch
         load_head(run.verifier),
         again.params,
         CheckpointStore(run.root / "whole"),
+        alone(),
     )
     whole.train(run.root / "plots")
     for name, value in whole.trained.items():

@@ -15,8 +15,9 @@ from eagle3.draft.training import run_key
 from eagle3.draft.vocab import DraftVocabulary
 from eagle3.draft.warm_start import read_checkpoint
 from eagle3.verifier import load_head, read_identity
+from tests.draft_runs import Run
 from tests.test_draft_export import TOKEN_IDS, export, sizes_of
-from tests.test_draft_training import Run, one_thread, recorded, run  # noqa: F401 - fixtures
+from tests.test_draft_training import one_thread, run  # noqa: F401 - fixtures
 
 AUX = (2, 4, 5)
 OTHER_IDS = torch.arange(0, 640, 4)

@@ -34,6 +34,7 @@ class TrainingState:
     """Where a run stands: everything that is not a tensor. Training draws no random numbers after initialisation."""
 
     step: int = 0  # optimiser steps done
+    updates: int = 0  # those of them in which any position counted; without one the optimiser changes nothing
     validated_step: int = -1  # the last step after which the draft was validated
     best_step: int = -1
     best: dict[str, Any] = field(default_factory=dict)  # validation numbers of the best step

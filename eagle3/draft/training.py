@@ -2,12 +2,18 @@
 
 A run is keyed by everything that determines its weights. After an interruption or a kill, the same call goes on from
 the last checkpoint and arrives at the same bits; a finished run is only read back.
+
+Several processes take the same optimiser steps as one, each with its share of every step's batches; the first of them
+keeps the checkpoints and everything that a person sees. Sums in another order round differently, so the weights then
+agree with those of one process to rounding only, and the number of processes is no part of the key.
 """
 
+import json
 import math
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -22,6 +28,7 @@ from eagle3.draft.checkpoint import CheckpointStore, TrainingState
 from eagle3.draft.data import Batch, BatchStream, Corpus, SampleRef, plan_epoch
 from eagle3.draft.loss import Objective
 from eagle3.draft.model import DraftModel, DraftSizes, initialise
+from eagle3.draft.processes import Processes
 from eagle3.draft.ttt import Score, Teacher, empty_score, full_choices, make_teacher, score_batch
 from eagle3.draft.vocab import DraftVocabulary
 from eagle3.draft.warm_start import Checkpoint
@@ -30,6 +37,7 @@ from eagle3.schemas import SCHEMA_VERSION
 from eagle3.verifier import HeadWeights, VerifierIdentity
 
 PLOTTED_POINTS = 200
+MOMENTS = ("exp_avg", "exp_avg_sq")  # what AdamW keeps of each parameter
 _LOWER_RATE = "Lower train.learning_rate or train.max_gradient_norm"
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -91,7 +99,7 @@ def run_key(
     warm_start: Checkpoint | None = None,
 ) -> str:
     """Digest of everything that determines the weights of a run, this package's code included."""
-    settings = params.model_dump(exclude={"checkpoint_every_s", "export_dtype", "warm_start"})
+    settings = params.model_dump(exclude={"checkpoint_every_s", "export_dtype", "nproc", "warm_start"})
     code = {path.name: digest_file(path) for path in sorted(Path(__file__).parent.glob("*.py"))}
     return digest(
         {
@@ -133,8 +141,20 @@ class DeferredSignals:
         raise KeyboardInterrupt if self.pending == signal.SIGINT else Interrupted
 
 
+@dataclass(frozen=True)
+class Display:
+    """What a person watches; only the first process has one."""
+
+    live: Live
+    progress: Progress
+
+
 class Trainer:
-    """One run: the draft, its optimiser and where it stands. `train` leaves the best weights in `draft`."""
+    """One run: the draft, its optimiser and where it stands. `train` leaves the best weights in the first process's
+    `draft`.
+
+    store: None in all processes but the first.
+    """
 
     def __init__(
         self,
@@ -143,17 +163,20 @@ class Trainer:
         vocabulary: DraftVocabulary,
         head: HeadWeights,
         params: TrainParams,
-        store: CheckpointStore,
+        store: CheckpointStore | None,
+        processes: Processes,
         warm_start: Checkpoint | None = None,
     ):
-        self.corpus, self.params, self.store = corpus, params, store
-        self.device = choose_device()
+        self.corpus, self.params, self.store, self.processes = corpus, params, store, processes
+        self.device = processes.device
         self.teacher: Teacher = make_teacher(head, vocabulary, self.device)
         self.draft = DraftModel(sizes, PRECISIONS[params.precision])
         initialise(self.draft, self.teacher.draft_head, self.teacher.norm, params.seed)
         if warm_start is not None:
             known = warm_start.load_into(self.draft, vocabulary)
-            say(f"train: going on from {warm_start.folder}, which knows {known:,} of {len(vocabulary):,} draft tokens")
+            if processes.leads:
+                told = f"{known:,} of {len(vocabulary):,} draft tokens"
+                say(f"train: going on from {warm_start.folder}, which knows {told}")
         self.draft.to(self.device)
         self.draft.lm_head.weight.requires_grad_(not params.freeze_lm_head)
         self.trained = {name: value for name, value in self.draft.named_parameters() if value.requires_grad}
@@ -170,61 +193,66 @@ class Trainer:
         total = self.schedule.total
         due = {round(total * part / self.params.validations) for part in range(1, self.params.validations + 1)}
         tokens = self.params.epochs * sum(ref.length for ref in self.corpus.train)
-        with (
-            DeferredSignals() as signals,
-            Live(str(plots), dvcyaml=None, save_dvc_exp=False) as live,
-            Progress("train", tokens, "tokens", self.state.tokens) as progress,
-        ):
-            for point in self.state.history:
-                _plot(live, point)
+        with DeferredSignals() as signals, ExitStack() as stack:
+            display = None
+            if self.processes.leads:
+                live = stack.enter_context(Live(str(plots), dvcyaml=None, save_dvc_exp=False))
+                display = Display(live, stack.enter_context(Progress("train", tokens, "tokens", self.state.tokens)))
+                for point in self.state.history:
+                    _plot(live, point)
             if not self.state.finished:
-                self._loop(total, due, signals, live, progress)
-        self.draft.load_state_dict(self.store.best_weights(), strict=False)
+                self._loop(total, due, signals, display)
+        if self.store is not None:
+            self.draft.load_state_dict(self.store.best_weights(), strict=False)
 
-    def _loop(self, total: int, due: set[int], signals: DeferredSignals, live: Live, progress: Progress) -> None:
+    def _loop(self, total: int, due: set[int], signals: DeferredSignals, display: Display | None) -> None:
         state, saved = self.state, time.monotonic()
-        with BatchStream(self.corpus.folder, self.schedule.after(state.step), self.params.ttt_steps) as stream:
+        shares = (self.processes.share(group) for group in self.schedule.after(state.step))
+        with BatchStream(self.corpus.folder, shares, self.params.ttt_steps) as stream:
             groups = iter(stream)
             waited = state.wait_s
             while True:
                 if state.step in due and state.validated_step < state.step and self.corpus.validation:
-                    if self._validate(signals, live):
+                    if self._validate(signals, display):
                         self._save()
                         saved = time.monotonic()
                 elif time.monotonic() - saved >= self.params.checkpoint_every_s:
                     self._save()
                     saved = time.monotonic()
-                if signals.pending is not None:
-                    self._save()
+                if self.processes.any(signals.pending is not None):
+                    self._save_and_wait()
                     signals.deliver()
                 if state.step == total:
                     break
-                started = time.monotonic()
-                group = next(groups)
-                self._step(group)
+                started, tokens = time.monotonic(), state.tokens
+                self._step(next(groups))
                 state.wait_s = waited + stream.wait_s
                 state.train_s += time.monotonic() - started
-                self._report(group, live, progress)
+                if display is not None:
+                    self._report(state.tokens - tokens, display)
         state.finished = True
         self._save()
 
     def _step(self, group: list[Batch]) -> None:
-        """One optimiser step over the batches of a group, each position weighted as if they were one batch."""
+        """One optimiser step over the groups of all processes, each position weighted as if they were one batch."""
         state = self.state
         if self.schedule.begins_epoch(state.step):
             state.loss_sum, state.loss_steps = 0.0, 0
         batches = [batch.to(self.device) for batch in group if batch.documents]
         counted = sum((batch.counted.sum(1) for batch in batches), torch.zeros(len(self.decay), device=self.device))
+        self.processes.sum([counted])
         weights = torch.tensor(self.decay, device=self.device) / counted.clamp(min=1)
         score = empty_score(len(self.decay))
         for batch in batches:
             loss, part = score_batch(self.draft, batch, self.teacher, weights, None, self.objective)
             loss.backward()
             score.add(part)
+        self._sum_gradients(counted)
+        score, tokens = self._sum_scores(score, sum(batch.tokens for batch in group))
         norm = torch.nn.utils.clip_grad_norm_(self.trained.values(), self.params.max_gradient_norm)
         loss_value = score.loss(self.params.ttt_loss_decay)
         if not math.isfinite(loss_value) or not torch.isfinite(norm):
-            self._stop_at_nonfinite(group, loss_value, float(norm))
+            self._stop_at_nonfinite(loss_value, float(norm))
         for settings in self.optimiser.param_groups:
             settings["lr"] = learning_rate(state.step, self.schedule.total, self.params)
         self.optimiser.step()
@@ -235,37 +263,57 @@ class Trainer:
         state.loss_sum += loss_value
         state.loss_steps += 1
         state.step += 1
-        state.tokens += sum(batch.tokens for batch in group)
+        state.updates += any(score.counted)
+        state.tokens += tokens
 
-    def _stop_at_nonfinite(self, group: list[Batch], loss: float, norm: float) -> None:
-        self._save()
-        names = [visible(name) for batch in group for name in batch.sample_ids]
+    def _sum_gradients(self, counted: torch.Tensor) -> None:
+        """Sum over the processes; one without work has gradients of zero, and all have none when nothing counted."""
+        if self.processes.count == 1 or not counted.any():
+            return
+        for value in self.trained.values():
+            if value.grad is None:
+                value.grad = torch.zeros_like(value)
+        self.processes.sum(value.grad for value in self.trained.values() if value.grad is not None)
+
+    def _sum_scores(self, score: Score, tokens: int) -> tuple[Score, int]:
+        """Score and tokens of all processes together."""
+        if self.processes.count == 1:
+            return score, tokens
+        flat = [tokens, *score.losses, *score.counted, *score.agreed, *score.prefix_agreed, *score.prefix_counted]
+        total, *sums = self.processes.totals(flat)
+        steps = len(self.decay)
+        counts = [[int(value) for value in sums[at : at + steps]] for at in range(steps, len(sums), steps)]
+        return Score(sums[:steps], *counts), int(total)
+
+    def _stop_at_nonfinite(self, loss: float, norm: float) -> None:
+        self._save_and_wait()
+        names = [visible(ref.sample_id) for batch in next(self.schedule.after(self.state.step)) for ref in batch]
         listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        kept = self.store.folder if self.store is not None else "the work store"
         raise ValueError(
             f"train: loss {loss} and gradient norm {norm} at optimiser step {self.state.step + 1} (samples {listed}); "
-            f"the weights before it are kept in {self.store.folder}. {_LOWER_RATE}, or look at these samples"
+            f"the weights before it are kept in {kept}. {_LOWER_RATE}, or look at these samples"
         )
 
-    def _report(self, group: list[Batch], live: Live, progress: Progress) -> None:
+    def _report(self, tokens: int, display: Display) -> None:
         state = self.state
         recent = Score(**state.recent)  # type: ignore[arg-type]
         loss, length = recent.loss(self.params.ttt_loss_decay), recent.expected_acceptance_length()
         speed = state.tokens / max(state.train_s, 1e-9)
         note = f"step {state.step} of {self.schedule.total}, loss {loss:.3f}, agreement {recent.agreement()[0]:.3f}, "
         note += f"expected acceptance length {length:.2f}, {speed:,.0f} tokens/s"
-        progress.advance(sum(batch.tokens for batch in group), note)
+        display.progress.advance(tokens, note)
         if state.step % max(1, self.schedule.total // PLOTTED_POINTS) == 0 or state.step == self.schedule.total:
             rate = learning_rate(state.step - 1, self.schedule.total, self.params)
-            self._log(
-                live, {"train/loss": loss, "train/agreement_0": recent.agreement()[0], "train/learning_rate": rate}
-            )
+            point = {"train/loss": loss, "train/agreement_0": recent.agreement()[0], "train/learning_rate": rate}
+            self._log(display, point)
             state.recent = {}
 
-    def _validate(self, signals: DeferredSignals, live: Live) -> bool:
-        """Score the validation split; False when a signal cut it short."""
+    def _validate(self, signals: DeferredSignals, display: Display | None) -> bool:
+        """Score the validation split, each process its share; False when a signal cut it short."""
         state, score, refs = self.state, empty_score(len(self.decay)), self.corpus.validation
         plan = plan_epoch([ref.length for ref in refs], self.params.batch_tokens, self.params.seed, 0)
-        groups = iter([[[refs[index] for index in batch]] for batch in plan])
+        groups = iter([[[refs[index] for index in batch]] for batch in self.processes.share(plan)])
         weights = torch.ones(len(self.decay), device=self.device)
         self.draft.eval()
         with torch.no_grad(), BatchStream(self.corpus.folder, groups, self.params.ttt_steps) as stream:
@@ -275,20 +323,22 @@ class Trainer:
                 if batch.documents:
                     score.add(self._score_validation(batch.to(self.device), number, weights))
         self.draft.train()
-        if signals.pending is not None:
+        if self.processes.any(signals.pending is not None):
             return False
+        score, _ = self._sum_scores(score, 0)
         numbers = summarise(score, self.params.ttt_loss_decay)
         if not math.isfinite(numbers["loss"]):
             raise ValueError(f"train: validation loss {numbers['loss']} after step {state.step}; {_LOWER_RATE}")
         state.validated_step = state.step
         if not state.best or _merit(numbers) > _merit(state.best):
             state.best_step, state.best = state.step, numbers
-        self._log(live, {f"validation/{name}": value for name, value in numbers.items()})
-        say(
-            f"train: after step {state.step}: validation loss {numbers['loss']:.3f}, "
-            f"agreement {numbers['agreement_0']:.3f}, "
-            f"expected acceptance length {numbers['expected_acceptance_length']:.3f}"
-        )
+        if display is not None:
+            self._log(display, {f"validation/{name}": value for name, value in numbers.items()})
+            say(
+                f"train: after step {state.step}: validation loss {numbers['loss']:.3f}, "
+                f"agreement {numbers['agreement_0']:.3f}, "
+                f"expected acceptance length {numbers['expected_acceptance_length']:.3f}"
+            )
         return True
 
     def _score_validation(self, batch: Batch, number: int, weights: torch.Tensor) -> Score:
@@ -297,33 +347,58 @@ class Trainer:
         choices = self._choices[number] if number < len(self._choices) else full_choices(batch, self.teacher)
         return score_batch(self.draft, batch, self.teacher, weights, choices, self.objective)[1]
 
-    def _log(self, live: Live, values: dict[str, float]) -> None:
+    def _log(self, display: Display, values: dict[str, float]) -> None:
         point = {"step": float(self.state.step), **values}
         self.state.history.append(point)
-        _plot(live, point)
+        _plot(display.live, point)
 
     def _resume(self) -> None:
-        found = self.store.load()
+        """Take up the newest checkpoint, if there is one, in all processes."""
+        if self.store is not None:
+            self._load(self.store)
+        if self.processes.count == 1:
+            return
+        self.state = TrainingState(**json.loads(self.processes.text_from_first(json.dumps(asdict(self.state)))))
+        self.processes.copy_from_first(value.data for value in self.trained.values())
+        if not self.state.updates:
+            return
+        for value in self.trained.values():
+            if value not in self.optimiser.state:
+                step = torch.tensor(float(self.state.updates))
+                moments = {kind: torch.zeros_like(value) for kind in MOMENTS}
+                self.optimiser.state[value] = {"step": step, **moments}
+            self.processes.copy_from_first(self.optimiser.state[value][kind] for kind in MOMENTS)
+
+    def _load(self, store: CheckpointStore) -> None:
+        found = store.load()
         if found is None:
             return
         self.state, weights, moments = found
         for name, parameter in self.trained.items():
             parameter.data.copy_(weights[name])
+            if not self.state.updates:
+                continue
             self.optimiser.state[parameter] = {
-                "step": torch.tensor(float(self.state.step)),
-                "exp_avg": moments[f"exp_avg.{name}"].to(self.device),
-                "exp_avg_sq": moments[f"exp_avg_sq.{name}"].to(self.device),
+                "step": torch.tensor(float(self.state.updates)),
+                **{kind: moments[f"{kind}.{name}"].to(self.device) for kind in MOMENTS},
             }
         done = "finished" if self.state.finished else f"at step {self.state.step} of {self.schedule.total}"
-        say(f"train: found this run {done} in {self.store.folder}")
+        say(f"train: found this run {done} in {store.folder}")
+
+    def _save_and_wait(self) -> None:
+        """Save; no process goes on before it is done, so that none can end the first one in the midst of it."""
+        self._save()
+        self.processes.any(False)
 
     def _save(self) -> None:
+        if self.store is None:
+            return
         weights = {name: value.detach().cpu() for name, value in self.trained.items()}
         moments = {
             f"{kind}.{name}": self.optimiser.state[value][kind].cpu()
             for name, value in self.trained.items()
-            for kind in ("exp_avg", "exp_avg_sq")
-            if self.state.step
+            for kind in MOMENTS
+            if self.state.updates
         }
         self.store.save(self.state, weights, moments)
 
@@ -374,11 +449,6 @@ def make_optimiser(parameters: list[torch.nn.Parameter], params: TrainParams) ->
     vectors = [value for value in parameters if value.dim() == 1]
     groups = [{"params": matrices, "weight_decay": params.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=params.learning_rate, betas=(params.beta1, params.beta2), fused=True)
-
-
-def choose_device() -> torch.device:
-    """The GPU when there is one."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _plot(live: Live, point: dict[str, float]) -> None:
