@@ -12,6 +12,7 @@ import tempfile
 import textwrap
 from collections import Counter, deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from ipaddress import ip_address
 from pathlib import Path
@@ -427,7 +428,9 @@ def test_a_cluster_that_runs_is_joined_and_left_as_it_was(
     with pytest.raises(
         ValueError, match=rf"extract.workers = 3, each with 1 CPU of one node: Ray at {address} has nodes with 2"
     ):
-        make_run(tmp_path, monkeypatch, **RAY | changes | {"extract__workers": 3}).extract(rows[:10], seconds_each=0)
+        more = tmp_path / "more"
+        more.mkdir()
+        make_run(more, monkeypatch, **RAY | changes | {"extract__workers": 3}).extract(rows[:10], seconds_each=0)
 
 
 @pytest.mark.slow
@@ -448,7 +451,12 @@ def test_a_driver_that_is_killed_leaves_no_worker_on_a_cluster(
 
 def ours_below(process: psutil.Process) -> list[psutil.Process]:
     """Workers and engines among what a Ray has started."""
-    return [child for child in process.children(recursive=True) if "eagle3.serving" in " ".join(child.cmdline())]
+    found = []
+    for child in process.children(recursive=True):
+        with suppress(psutil.Error):  # it ends just now
+            if "eagle3.serving" in " ".join(child.cmdline()):
+                found.append(child)
+    return found
 
 
 def test_an_address_where_no_ray_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[Row]) -> None:

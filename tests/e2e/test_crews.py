@@ -96,6 +96,7 @@ def test_two_servers_share_the_prompts(tiny_verifier: Path, tmp_path: Path, monk
     for servers in (1, 2):
         answered.append(Counter())
         folder = tmp_path / str(servers)
+        folder.mkdir()
         monkeypatch.setenv("EAGLE3_WORK_DIR", str(folder / "work"))
         params = write_params(
             folder / "params.yaml",
