@@ -80,7 +80,8 @@ def test_workers_record_what_one_engine_records(
         equal = sum(a["shard_sha256"] == b["shard_sha256"] for a, b in zip(alone, crew, strict=True))
         print(f"{executor}: {equal} of {len(rows)} samples lie in shards that are equal to the byte")
         logs = {path.name for path in (tmp_path / executor / "work" / "logs").iterdir()}
-        assert {"extract-1.log", "extract-2.log", "extract-worker-1.log", "extract-worker-2.log"} <= logs
+        assert {"extract-worker-1.log", "extract-worker-2.log"} <= logs
+        assert logs & {"extract-1.log", "extract-2.log"}  # one may do all of it before the other's engine has started
     assert not psutil.wait_procs(psutil.Process().children(recursive=True), 10)[1]
 
 
