@@ -410,7 +410,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[s
     """Address and process of a Ray that others started."""
     for name, value in executors.own_cluster_environment().items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("EAGLE3_FAKE", json.dumps({"seconds_each": 0.2}))
+    monkeypatch.setenv("EAGLE3_FAKE", json.dumps({"seconds_each": 0.2, "crew_of": 2}))
     monkeypatch.setenv("EAGLE3_FAKE_REQUESTS", str(tmp_path / "requests.log"))  # engines have what the cluster has
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as scratch:
         command = [sys.executable, "-c", CLUSTER, scratch]
@@ -448,7 +448,7 @@ def test_a_driver_that_is_killed_leaves_no_worker_on_a_cluster(
     address, process = cluster
     run = make_run(tmp_path, monkeypatch, **RAY, extract__ray_address=address)
     stage = StageProcess(run, rows)
-    wait_until(lambda: len(ours_below(process)) >= 4, 60)
+    wait_until(lambda: len(ours_below(process)) >= 4, 240)
     stage.await_shards(2)
     assert stage.end(signal.SIGKILL)[0] == -signal.SIGKILL
     wait_until(lambda: not ours_below(process), 30)
