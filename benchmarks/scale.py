@@ -37,33 +37,18 @@ from benchmarks.project import ROOT
 from eagle3.draft.data import BatchStream, count_generated, read_corpus
 from eagle3.draft.training import make_schedule
 from eagle3.params import load_params
-from eagle3.reasoning import NO_MARKERS
 from eagle3.schemas import TOKENS
 from eagle3.serving import recorder
 from eagle3.tables import Account, Row, write_parts
-from eagle3.verifier import VerifierIdentity, read_identity, write_identity
+from eagle3.verifier import read_identity, write_identity
 from stages.extract import extract
 from tests.fake_recording_engine import HIDDEN, VOCABULARY, following
+from tests.test_extract import IDENTITY
 from tests.token_tables import token_row, write_params
 
 MOST_GROWTH_MB, MOST_CURVATURE, MOST_COMMIT_S, MOST_FILES = 100.0, 1.2, 60.0, 100
 SHARES = (0.1, 0.55, 1.0)
 PROMPT, SHORTEST, LONGEST = 6, 8, 25
-IDENTITY = VerifierIdentity(
-    name="fake",
-    digest="f" * 64,
-    architecture="FakeForCausalLM",
-    hidden_size=HIDDEN,
-    num_layers=8,
-    vocab_size=VOCABULARY,
-    max_position_embeddings=512,
-    rms_norm_eps=1e-5,
-    aux_layer_ids=(2, 4, 5),
-    stop_token_ids=(1,),
-    dtype="float32",
-    engine="fake 1",
-    markers=NO_MARKERS,
-)
 
 
 @dataclass(frozen=True)
