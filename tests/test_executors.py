@@ -32,6 +32,7 @@ from eagle3.serving.ray_workers import largest_share
 from eagle3.serving.recorder import digest_ids
 from eagle3.tables import Row
 from eagle3.verifier import write_identity
+from tests.pinning import on_all_cores
 from tests.stage_runs import wait_until
 from tests.test_extract import FAKE, IDENTITY, Run, make_row, make_run
 from tests.token_tables import PROJECT, write_tokens
@@ -124,11 +125,8 @@ def test_a_worker_has_devices_of_one_node(nodes: list[int], count: int, size: in
 
 @pytest.fixture(autouse=True)
 def all_cores() -> Iterator[None]:
-    """Two workers need two cores; tests/pinning.py may have left one."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, range(os.cpu_count() or 1))
-    yield
-    os.sched_setaffinity(0, before)
+    with on_all_cores():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,6 @@
 """Two real engines at once: recording by processes and by Ray's actors, and generating on two servers."""
 
 import json
-import os
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from eagle3.shards import open_shard
 from eagle3.tables import Row, read_parts, read_table
 from stages.extract import extract
 from stages.generate import generate
+from tests.pinning import on_all_cores
 from tests.stage_runs import prompt_row
 from tests.token_tables import greedy_samples, token_row, write_params, write_tokens, write_verifier_json
 
@@ -26,11 +26,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def all_cores() -> Iterator[None]:
-    """Two engines need two cores; tests/pinning.py may have left one."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, range(os.cpu_count() or 1))
-    yield
-    os.sched_setaffinity(0, before)
+    with on_all_cores():
+        yield
 
 
 def write_inputs(folder: Path, verifier: Path) -> list[Row]:
