@@ -18,7 +18,7 @@ from eagle3.params import Params, load_params
 from eagle3.probe import probe_rates
 from eagle3.remote_check import verify_remote
 from eagle3.sample_view import View, Words, matching_samples, one_sample, show_sample
-from eagle3.serving.engine import GIB, runs_on_cpu
+from eagle3.serving.engine import GIB, LATENT_ON_CPU, has_latent_attention, runs_on_cpu
 from eagle3.tables import count_parts
 from eagle3.tracked import open_tracked
 from eagle3.verification import IDENTITY, Fault, verify_places
@@ -271,9 +271,13 @@ def serve_command(params: Params, verifier: Path) -> str:
     words += ["--dtype", params.verifier.dtype, "--max-model-len", str(params.verifier.max_model_len)]
     if params.verifier.chat_template:
         words += ["--chat-template", params.verifier.chat_template]
+    if params.engine.tensor_parallel_size > 1:
+        words += ["--tensor-parallel-size", str(params.engine.tensor_parallel_size)]
+    words += ["--trust-remote-code"] if params.verifier.trust_remote_code else []
     words += ["--enforce-eager"] if params.engine.enforce_eager else []
     if runs_on_cpu():  # else vLLM wants nearly all of the machine's memory for itself
         words += ["--kv-cache-memory-bytes", str(int(params.engine.cpu_kv_cache_gib * GIB))]
+        words += ["--compilation-config", json.dumps(LATENT_ON_CPU)] if has_latent_attention(verifier) else []
     return shlex.join([*words, "--speculative-config", json.dumps(speculative)])
 
 

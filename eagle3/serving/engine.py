@@ -19,6 +19,8 @@ from typing import Any
 from eagle3.params import EngineParams, VerifierParams
 
 GIB = 1 << 30
+#: The CPU kernel writes wrong values into the slices of queries and keys that models with latent attention rotate.
+LATENT_ON_CPU = {"custom_ops": ["-rotary_embedding"]}
 
 
 def vllm_package() -> tuple[str, str]:
@@ -89,8 +91,7 @@ def engine_arguments(verifier: VerifierParams, engine: EngineParams, folder: Pat
         if engine.tensor_parallel_size == 1 and "distributed_executor_backend" not in engine.extra_args:
             arguments["distributed_executor_backend"] = "uni"
         if has_latent_attention(folder) and "compilation_config" not in engine.extra_args:
-            # the CPU kernel writes wrong values into the slices of queries and keys that such models rotate
-            arguments["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
+            arguments["compilation_config"] = LATENT_ON_CPU
     if taken := sorted(arguments.keys() & engine.extra_args.keys()):
         raise ValueError(f"engine.extra_args: {', '.join(taken)} is already set from params.yaml; remove it there")
     return arguments | engine.extra_args
