@@ -30,6 +30,8 @@ from benchmarks.project import ROOT
 from eagle3.hidden_states import (
     RECORDING,
     OpenShard,
+    PlannedShard,
+    ShardFacts,
     ShardStore,
     TokenTable,
     finish_shard,
@@ -194,15 +196,18 @@ def run_record(recorder: StateRecorder, work: Work, head: HeadWeights) -> float:
 
     with tempfile.TemporaryDirectory() as temporary, ShardStore(Path(temporary)) as store:
 
-        def finish(shard: OpenShard) -> None:
+        def finish(shard: OpenShard) -> ShardFacts:
+            return finish_shard(store, shard, work.identity, head, extract)
+
+        def done(_: PlannedShard, facts: ShardFacts) -> None:
             nonlocal faults
-            faults += len(finish_shard(store, shard, work.identity, head, extract).problems)
+            faults += len(facts.problems)
 
         plan = plan_shards(work.table, work.identity, extract, Account("extract", 0))
         keys = {shard.key for shard in plan}
         started = time.monotonic()
         shards = missing_shards(store, plan, keys, work.table, work.identity, extract)
-        record_shards(recorder, shards, 2 * work.params.engine.max_num_seqs, finish)
+        record_shards(recorder, shards, 2 * work.params.engine.max_num_seqs, finish, done)
         seconds = time.monotonic() - started
     if faults:
         print(f"record: {faults} samples failed a gate", flush=True)

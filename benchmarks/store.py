@@ -17,7 +17,9 @@ round that really came from the disk.
 
 import argparse
 import json
+import os
 import random
+import shutil
 import statistics
 import tempfile
 import time
@@ -156,10 +158,15 @@ def write_shards(bench: Bench, plan: list[PlannedShard]) -> float:
     folder.mkdir(exist_ok=True)
     for old in folder.iterdir():
         old.unlink()
+    shutil.rmtree(bench.out, ignore_errors=True)  # the other arm's memory is free before it starts, too
+    os.sync()
     with ShardStore(folder) as store:
 
-        def finish(shard: OpenShard) -> None:
-            facts[shard.planned.key] = store.keep(shard.planned.key, shard.problems, Agreement())
+        def finish(shard: OpenShard) -> ShardFacts:
+            return store.keep(shard.planned.key, shard.problems, Agreement())
+
+        def done(planned: PlannedShard, its: ShardFacts) -> None:
+            facts[planned.key] = its
 
         recording = StateRecorder(
             bench.params.verifier,
@@ -175,7 +182,7 @@ def write_shards(bench: Bench, plan: list[PlannedShard]) -> float:
         with recording:
             started = time.monotonic()
             shards = missing_shards(store, plan, keys, bench.table, bench.identity, bench.params.extract)
-            record_shards(recording, shards, 2 * bench.params.engine.max_num_seqs, finish)
+            record_shards(recording, shards, 2 * bench.params.engine.max_num_seqs, finish, done)
             seconds = time.monotonic() - started
         account = Account("extract", 0)
         account.rows_in = sum(shard.samples for shard in plan)

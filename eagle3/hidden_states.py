@@ -8,8 +8,9 @@ import contextlib
 import json
 import os
 import secrets
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -29,6 +30,7 @@ from eagle3.verifier import HeadWeights, VerifierIdentity
 from eagle3.workstore import link_or_copy, write_file
 
 MIB = 1 << 20
+FINISHING = 2  # recorded shards that wait for their gates and digest at a time
 #: The columns of the token table that planning needs; the ids are read only for shards that are missing.
 PLANNING = pa.schema([TOKENS.field(name) for name in ("sample_id", "sample_digest", "category", "split", "length")])
 RECORDING = pa.schema([TOKENS.field(name) for name in (*PLANNING.names, "input_ids", "loss_mask", "greedy", "rebuilt")])
@@ -311,37 +313,58 @@ def open_new_shard(
 
 
 def record_shards(
-    recorder: StateRecorder, shards: Iterable[OpenShard], window: int, finish: Callable[[OpenShard], None]
+    recorder: StateRecorder,
+    shards: Iterable[OpenShard],
+    window: int,
+    finish: Callable[[OpenShard], ShardFacts],
+    done: Callable[[PlannedShard, ShardFacts], None],
 ) -> None:
-    """Stream shards through the engine, at most `window` samples at a time; `finish` each when all of it is done."""
+    """Stream shards through the engine, at most `window` samples at a time.
+
+    `finish` is called for each whose samples are all written, in a thread of its own: the engine goes on meanwhile. It
+    waits when FINISHING shards are to be finished. `done` is called here, in the order in which they were finished.
+    """
     owners: dict[int, tuple[OpenShard, int, Placement]] = {}
+    finishing: deque[tuple[PlannedShard, Future[ShardFacts]]] = deque()
+
+    def collect(most: int) -> None:
+        while len(finishing) > most or (finishing and finishing[0][1].done()):
+            planned, future = finishing.popleft()
+            done(planned, future.result())
+
+    def finish_aside(shard: OpenShard) -> None:
+        collect(FINISHING - 1)
+        finishing.append((shard.planned, thread.submit(finish, shard)))
 
     def settle() -> None:
-        for done in recorder.completions():
-            shard, position, placement = owners.pop(done.ordinal)
-            if done.problem is not None:
-                shard.problems[position] = Problem("not-recorded", done.problem)
-            elif len(done.choices) != len(placement.judged_rows):
+        for told in recorder.completions():
+            shard, position, placement = owners.pop(told.ordinal)
+            if told.problem is not None:
+                shard.problems[position] = Problem("not-recorded", told.problem)
+            elif len(told.choices) != len(placement.judged_rows):
                 shard.problems[position] = Problem("not-recorded", "the engine did not tell its own choices")
-            elif done.choices:
-                shard.choices[position] = done.choices
+            elif told.choices:
+                shard.choices[position] = told.choices
             shard.left -= 1
             if not shard.left:
-                finish(shard)
+                finish_aside(shard)
+        collect(FINISHING)
 
-    for shard in shards:
-        if not shard.left:
-            finish(shard)
-        while shard.pending:
-            if recorder.outstanding >= window:
-                settle()
-                continue
-            count = window - recorder.outstanding
-            batch, shard.pending = shard.pending[:count], shard.pending[count:]
-            owners |= {placement.ordinal: (shard, position, placement) for position, _, placement in batch}
-            recorder.submit([(ids, placement) for _, ids, placement in batch])
-    while recorder.outstanding:
-        settle()
+    with ThreadPoolExecutor(1, "finish") as thread:
+        for shard in shards:
+            if not shard.left:
+                finish_aside(shard)
+            while shard.pending:
+                if recorder.outstanding >= window:
+                    settle()
+                    continue
+                count = window - recorder.outstanding
+                batch, shard.pending = shard.pending[:count], shard.pending[count:]
+                owners |= {placement.ordinal: (shard, position, placement) for position, _, placement in batch}
+                recorder.submit([(ids, placement) for _, ids, placement in batch])
+        while recorder.outstanding:
+            settle()
+        collect(0)
 
 
 def finish_shard(

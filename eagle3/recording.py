@@ -34,7 +34,7 @@ from eagle3.serving.engine import runs_on_cpu, vllm_package
 from eagle3.serving.executors import Crew, Desk, Finished, Lost, Ready, run
 from eagle3.serving.process import ParentPipe
 from eagle3.serving.recorder import StateRecorder
-from eagle3.verifier import VerifierIdentity, load_head, locate_verifier
+from eagle3.verifier import HeadWeights, VerifierIdentity, load_head, locate_verifier
 from eagle3.workstore import work_root, write_file
 
 WORKER = "eagle3.recording:work"
@@ -62,11 +62,22 @@ class Recording:
             stall_timeout_s=self.extract.stall_timeout_s,
         )
 
-    def stream(self, recorder: StateRecorder, shards: Iterator[OpenShard], finish: Callable[[OpenShard], None]) -> None:
-        """Record shards, with twice as many samples ahead as the engine computes at a time."""
+    def stream(
+        self,
+        recorder: StateRecorder,
+        shards: Iterator[OpenShard],
+        store: ShardStore,
+        head: HeadWeights,
+        done: Callable[[PlannedShard, ShardFacts], None],
+    ) -> None:
+        """Record shards and keep them, with twice as many samples ahead as the engine computes at a time."""
         if runs_on_cpu():
             torch.set_num_threads(1)  # the engine has all cores; gates that spin on them would slow it down
-        record_shards(recorder, shards, 2 * self.engine.max_num_seqs, finish)
+
+        def finish(shard: OpenShard) -> ShardFacts:
+            return finish_shard(store, shard, self.identity, head, self.extract)
+
+        record_shards(recorder, shards, 2 * self.engine.max_num_seqs, finish, done)
 
 
 Recorded = tuple[dict[str, ShardFacts], float]  # facts by key, and tokens per second without the engines' start
@@ -84,11 +95,11 @@ def record(store: ShardStore, shards: Iterator[OpenShard], total: int, recording
     ):
         started = time.monotonic()
 
-        def finish(shard: OpenShard) -> None:
-            facts[shard.planned.key] = finish_shard(store, shard, recording.identity, head, recording.extract)
-            progress.advance(shard.planned.tokens, f"{len(facts)} shards")
+        def done(planned: PlannedShard, its: ShardFacts) -> None:
+            facts[planned.key] = its
+            progress.advance(planned.tokens, f"{len(facts)} shards")
 
-        recording.stream(recorder, shards, finish)
+        recording.stream(recorder, shards, store, head, done)
         return facts, total / (time.monotonic() - started)
 
 
@@ -181,10 +192,8 @@ def work(pipe: ParentPipe, number: int, job: Job) -> None:
                 require_agreement(planned.name, there.problems, there.agreement, extract)
                 desk.done(planned, there)
 
-    def finish(shard: OpenShard) -> None:
-        desk.done(shard.planned, finish_shard(store, shard, identity, head, extract))
-
     with job.recording.recorder(job.verifier, job.logs / f"extract-{number}.log") as recorder:
         while True:
             given = chain([desk.wait()], iter(desk.take, None))
-            job.recording.stream(recorder, open_shards(store, unfinished(given), rows, identity, extract), finish)
+            shards = open_shards(store, unfinished(given), rows, identity, extract)
+            job.recording.stream(recorder, shards, store, head, desk.done)
