@@ -11,7 +11,12 @@ ROWS = sum(document.end - document.first for document in DOCUMENTS)
 
 
 def dense_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, own: list[torch.Tensor], documents: list[Document]
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    own: list[torch.Tensor],
+    documents: list[Document],
+    scale: float,
 ) -> torch.Tensor:
     """Row by row: softmax over the step-0 keys j <= i of the document and the row's own later keys."""
     outputs: list[torch.Tensor] = []
@@ -22,19 +27,26 @@ def dense_attention(
             keys = torch.cat([key[start : row + 1], *(part[number : number + 1] for part in own[::2])])
             values = torch.cat([value[start : row + 1], *(part[number : number + 1] for part in own[1::2])])
             keys, values = (tensor.repeat_interleave(groups, dim=1) for tensor in (keys, values))
-            scores = torch.einsum("hd,nhd->hn", query[number], keys) * query.shape[-1] ** -0.5
-            outputs.append(torch.einsum("hn,nhd->hd", scores.softmax(-1), values))
+            scores = torch.einsum("hd,nhd->hn", query[number], keys) * scale
+            outputs.append(torch.einsum("hn,nhe->he", scores.softmax(-1), values))
     return torch.stack(outputs)
 
 
-def random_inputs(heads: int, kv_heads: int, size: int, steps: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(size)
-    shapes = [(ROWS, heads, size)] + [(34, kv_heads, size)] * 2 + [(ROWS, kv_heads, size)] * (2 * steps)
+def random_inputs(
+    heads: int, kv_heads: int, widths: tuple[int, int], steps: int, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """widths: of queries and keys, and of values."""
+    generator = torch.Generator().manual_seed(sum(widths))
+    shapes = [(ROWS, heads, widths[0])] + [(34, kv_heads, width) for width in widths]
+    shapes += [(ROWS, kv_heads, width) for width in widths] * steps
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
 
 
 @pytest.mark.parametrize("backend", [CpuFlashBackend, PlainBackend])
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(6, 2, 16), (2, 2, 8), (4, 1, 64), (3, 3, 20)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "widths"),
+    [(6, 2, (16, 16)), (2, 2, (8, 8)), (4, 1, (64, 64)), (3, 3, (20, 20)), (2, 2, (24, 16)), (4, 2, (8, 20))],
+)
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 5e-6), (torch.bfloat16, 5e-2)]
 )
@@ -43,17 +55,17 @@ def test_output_and_gradients_equal_the_dense_form(
     backend: type[attention.Backend],
     heads: int,
     kv_heads: int,
-    size: int,
+    widths: tuple[int, int],
     dtype: torch.dtype,
     tolerance: float,
     steps: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(attention, "choose_backend", lambda _query: backend())
-    inputs = random_inputs(heads, kv_heads, size, steps, dtype)
+    monkeypatch.setattr(attention, "choose_backend", lambda *_: backend())
+    inputs, scale = random_inputs(heads, kv_heads, widths, steps, dtype), 1.3 * widths[0] ** -0.5
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    fast = ttt_attention(*inputs[:3], inputs[3:], DOCUMENTS)
-    slow = dense_attention(*exact[:3], exact[3:], DOCUMENTS)
+    fast = ttt_attention(*inputs[:3], inputs[3:], DOCUMENTS, scale)
+    slow = dense_attention(*exact[:3], exact[3:], DOCUMENTS, scale)
     weights = torch.randn(slow.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     torch.testing.assert_close(fast.double(), slow, atol=tolerance, rtol=tolerance)
     found = torch.autograd.grad((fast * weights.to(dtype)).sum(), inputs)
@@ -64,12 +76,12 @@ def test_output_and_gradients_equal_the_dense_form(
 
 
 def test_memory_holds_the_first_keys_and_each_rows_own() -> None:
-    query, key, value, *own = random_inputs(4, 2, 16, 2, torch.float64)
-    memory = LayerMemory()
+    query, key, value, *own = random_inputs(4, 2, (16, 12), 2, torch.float64)
+    memory = LayerMemory(0.25)
     memory.attend(query, key, value, DOCUMENTS)
     memory.attend(query, own[0], own[1], DOCUMENTS)
     output = memory.attend(query, own[2], own[3], DOCUMENTS)
-    torch.testing.assert_close(output, dense_attention(query, key, value, own, DOCUMENTS))
+    torch.testing.assert_close(output, dense_attention(query, key, value, own, DOCUMENTS, 0.25))
 
 
 @pytest.mark.parametrize(
@@ -77,4 +89,5 @@ def test_memory_holds_the_first_keys_and_each_rows_own() -> None:
     [(torch.float32, CpuFlashBackend), (torch.bfloat16, CpuFlashBackend), (torch.half, PlainBackend)],
 )
 def test_backend_follows_the_dtype(dtype: torch.dtype, backend: type[attention.Backend]) -> None:
-    assert isinstance(attention.choose_backend(torch.zeros(1, 1, 8, dtype=dtype)), backend)
+    rows = torch.zeros(1, 1, 8, dtype=dtype)
+    assert isinstance(attention.choose_backend(rows, rows), backend)

@@ -73,11 +73,6 @@ def test_sizes_are_those_of_a_verifier_layer() -> None:
     assert sizes_of(nested) == sizes_of({**CONFIG, "rope_theta": 1e4})
 
 
-def test_an_mla_verifier_lends_its_width_only() -> None:
-    sizes = sizes_of({**CONFIG, "hidden_size": 7168, "num_attention_heads": 64, "kv_lora_rank": 512, "rope_theta": 5e4})
-    assert (sizes.num_heads, sizes.num_kv_heads, sizes.head_dim) == (56, 7, 128)
-
-
 @pytest.mark.parametrize(
     ("absent", "message"), [("intermediate_size", "intermediate_size"), ("rope_theta", "rope_theta")]
 )

@@ -1,5 +1,6 @@
 """The fast unroll against a slow one that follows the serving engine's draft, document by document and row by row."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from eagle3.draft.attention import LayerMemory
 from eagle3.draft.data import Batch, build_batch
+from eagle3.draft.latent import LatentSizes
 from eagle3.draft.loss import Objective
 from eagle3.draft.model import DraftModel, DraftSizes, initialise
 from eagle3.draft.ttt import Teacher, empty_score, full_choices, score_batch, unroll
@@ -44,6 +46,10 @@ FORMS = {
         SIZES, num_layers=3, norm_before_residual=False, norm_before_fc=True, fc_norm=True, norm_output=True
     ),
     "no grouped heads": replace(SIZES, num_kv_heads=4),
+    "latent": replace(SIZES, num_kv_heads=4, head_dim=10, latent=LatentSizes(6, 12, 6, 4, 5)),
+    "latent, two layers, straight queries": replace(
+        SIZES, num_layers=2, num_kv_heads=4, head_dim=8, fc_norm=True, latent=LatentSizes(None, 12, 2, 6, 11)
+    ),
 }
 
 
@@ -159,11 +165,10 @@ def slow_layer(
             residuals.append(state + residual)
             inputs.append(norm(residuals[-1], weight("input_layernorm")))
     for row, given in zip(live, inputs, strict=True):
-        key = rotated((weight("self_attn.k_proj") @ given).view(sizes.num_kv_heads, -1), row + step)
-        caches[step][layer].append((key, (weight("self_attn.v_proj") @ given).view(sizes.num_kv_heads, -1)))
+        caches[step][layer].append(key_and_value(sizes, weight, given, row + step))
     results: list[tuple[torch.Tensor, torch.Tensor | None]] = []
     for place, row in enumerate(live):
-        query = rotated((weight("self_attn.q_proj") @ inputs[place]).view(sizes.num_heads, -1), row + step)
+        query = query_of(sizes, weight, inputs[place], row + step)
         seen = caches[0][layer][: row + 1] + [caches[later][layer][row] for later in range(1, step + 1)]
         attended = attend(query, seen, sizes.num_heads // sizes.num_kv_heads)
         residual = residuals[place] + weight("self_attn.o_proj") @ attended
@@ -171,6 +176,44 @@ def slow_layer(
         gate = torch.nn.functional.silu(weight("mlp.gate_proj") @ inner)
         results.append((weight("mlp.down_proj") @ (gate * (weight("mlp.up_proj") @ inner)), residual))
     return results
+
+
+Weight = Callable[[str], torch.Tensor]
+
+
+def key_and_value(
+    sizes: DraftSizes, weight: Weight, given: torch.Tensor, position: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    latent = sizes.latent
+    if latent is None:
+        key, value = ((weight(f"self_attn.{name}_proj") @ given).view(sizes.num_kv_heads, -1) for name in "kv")
+        return rotated(key, position), value
+    whole = weight("self_attn.kv_a_proj_with_mqa") @ given
+    narrow, shared = whole[: latent.kv_lora_rank], whole[latent.kv_lora_rank :]
+    wide = (weight("self_attn.kv_b_proj") @ norm(narrow, weight("self_attn.kv_a_layernorm"))).view(sizes.num_heads, -1)
+    keys = [torch.cat([head[: latent.qk_nope_head_dim], turned(shared, position)]) for head in wide]
+    return torch.stack(keys), wide[:, latent.qk_nope_head_dim :]
+
+
+def query_of(sizes: DraftSizes, weight: Weight, given: torch.Tensor, position: int) -> torch.Tensor:
+    latent = sizes.latent
+    if latent is not None and latent.q_lora_rank is not None:
+        narrow = norm(weight("self_attn.q_a_proj") @ given, weight("self_attn.q_a_layernorm"))
+        flat = weight("self_attn.q_b_proj") @ narrow
+    else:
+        flat = weight("self_attn.q_proj") @ given
+    heads = flat.view(sizes.num_heads, -1)
+    if latent is None:
+        return rotated(heads, position)
+    at = latent.qk_nope_head_dim
+    return torch.stack([torch.cat([head[:at], turned(head[at:], position)]) for head in heads])
+
+
+def turned(part: torch.Tensor, position: int) -> torch.Tensor:
+    """Neighbours as complex numbers, turned by their angles."""
+    angles = position * 100.0 ** -(torch.arange(len(part) // 2, dtype=torch.float32) * 2 / len(part))
+    turns = torch.polar(torch.ones_like(angles), angles)
+    return torch.view_as_real(torch.view_as_complex(part.view(-1, 2)) * turns).flatten().to(part.dtype)
 
 
 def attend(query: torch.Tensor, seen: list[tuple[torch.Tensor, torch.Tensor]], groups: int) -> torch.Tensor:
@@ -321,4 +364,4 @@ def test_steps_are_rotated_as_the_server_rotates_them() -> None:
 
 
 def test_memory_starts_empty() -> None:
-    assert LayerMemory().context is None and LayerMemory().own == ()
+    assert LayerMemory(1.0).context is None and LayerMemory(1.0).own == ()

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from eagle3.draft.attention import LayerMemory
 from eagle3.draft.data import Batch
+from eagle3.draft.layers import rms_norm
 from eagle3.draft.loss import Objective, Targets, distill, verifier_choices
-from eagle3.draft.model import DraftModel, rms_norm
+from eagle3.draft.model import DraftModel
 from eagle3.draft.vocab import DraftVocabulary
 from eagle3.verifier import HeadWeights
 
@@ -99,7 +99,7 @@ def make_teacher(head: HeadWeights, vocabulary: DraftVocabulary, device: torch.d
 
 def unroll(draft: DraftModel, batch: Batch, embed_tokens: torch.Tensor) -> torch.Tensor:
     """What the draft head reads at every step: [K, R, H]."""
-    memories = [LayerMemory() for _ in draft.layers]
+    memories = draft.memories()
     state = draft.combine(batch.aux_hidden_states)
     embeds = embed_tokens[batch.context_ids].float()
     normed, state = draft(embeds, state, batch.context_positions, memories, batch.documents, batch.rows)

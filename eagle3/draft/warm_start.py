@@ -40,6 +40,12 @@ class Checkpoint:
 
         Raises ValueError when the checkpoint reads other layers, or computes otherwise than params.yaml says.
         """
+        latent = any(name.endswith("kv_a_proj_with_mqa.weight") for name in self.tensors)
+        if latent != (sizes.latent is not None):
+            raise ValueError(
+                f"train.warm_start: {self.folder} has {'latent' if latent else 'no latent'} attention; "
+                f"set train.attention: {'latent' if latent else 'heads'}"
+            )
         told = self.config.get("eagle_aux_hidden_state_layer_ids")
         if told is not None and tuple(told) != aux_layer_ids:
             raise ValueError(

@@ -60,8 +60,10 @@ def in_process_environment(engine: EngineParams) -> dict[str, str]:
     return environment
 
 
-def engine_arguments(verifier: VerifierParams, engine: EngineParams, folder: Path) -> dict[str, Any]:
-    """Arguments of vllm.EngineArgs (and, dashed, of the server) for the verifier in `folder`.
+def engine_arguments(
+    verifier: VerifierParams, engine: EngineParams, folder: Path, draft: Path | None = None
+) -> dict[str, Any]:
+    """Arguments of vllm.EngineArgs (and, dashed, of the server) for the verifier in `folder`, with this draft or none.
 
     Raises ValueError when engine.extra_args names a setting that has a key of its own.
     """
@@ -80,7 +82,8 @@ def engine_arguments(verifier: VerifierParams, engine: EngineParams, folder: Pat
     }
     if runs_on_cpu():
         arguments["kv_cache_memory_bytes"] = int(engine.cpu_kv_cache_gib * GIB)
-        if has_latent_attention(folder) and "compilation_config" not in engine.extra_args:
+        latent = has_latent_attention(folder) or (draft is not None and has_latent_attention(draft))
+        if latent and "compilation_config" not in engine.extra_args:
             # the CPU kernel writes wrong values into the slices of queries and keys that such models rotate
             arguments["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
     if taken := sorted(arguments.keys() & engine.extra_args.keys()):
