@@ -134,6 +134,7 @@ class TrainParams(Section):
     num_heads: Positive | None
     num_kv_heads: Positive | None
     head_dim: Annotated[int, Field(ge=2, multiple_of=2)] | None
+    sliding_window: Positive | None
     q_lora_rank: Count | None
     kv_lora_rank: Positive | None
     qk_nope_head_dim: Positive | None
@@ -146,6 +147,7 @@ class TrainParams(Section):
     freeze_lm_head: bool
     loss: Literal["forward_kl", "hard_labels", "reverse_kl", "total_variation"]
     acceptance_share: Share
+    out_of_vocabulary: Literal["renormalise", "skip"]
     ttt_steps: Positive
     ttt_loss_decay: Annotated[float, Field(gt=0, le=1)]
     epochs: Positive

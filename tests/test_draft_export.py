@@ -112,6 +112,15 @@ LATENT = replace(
 )
 
 
+def test_a_sliding_window_is_told_layer_by_layer(tmp_path: Path, tiny_verifier: Path) -> None:
+    for window, told in ((None, None), (100, ["sliding_attention"] * 2)):
+        sizes = replace(sizes_of(128), num_layers=2, sliding_window=window)
+        export(tmp_path / str(window), tiny_verifier, sizes=sizes)
+        config = json.loads((tmp_path / str(window) / CONFIG).read_text())
+        assert (config.get("sliding_window"), config.get("layer_types")) == (window, told)
+        assert load_draft(tmp_path / str(window))[0].sizes == sizes
+
+
 def test_latent_attention_is_told_as_the_server_reads_it(tmp_path: Path, tiny_verifier: Path) -> None:
     export(tmp_path / "draft", tiny_verifier, sizes=replace(LATENT, num_layers=2))
     config = json.loads((tmp_path / "draft" / CONFIG).read_text())

@@ -88,6 +88,7 @@ def test_sizes_may_be_others() -> None:
     ("config", "changes", "told"),
     [
         (SMALL, {"num_kv_heads": 2}, r"train\.num_kv_heads is for train\.attention: heads"),
+        (SMALL, {"sliding_window": 8}, r"train\.sliding_window is for train\.attention: heads"),
         (SMALL, {"norm_before_fc": True}, r"set train\.norm_before_fc: false"),
         (SMALL, {"num_heads": 5}, r"width of 64 is no multiple of its 5 heads; set train\.num_heads"),
         ({**SMALL, "v_head_dim": None}, {}, r"has no v_head_dim; set train\.v_head_dim"),

@@ -59,6 +59,7 @@ def test_sizes_may_be_others() -> None:
     assert DraftModel(sizes).layers[0].self_attn.o_proj.weight.shape == (256, 40)
     for change, told in (
         ({"num_kv_heads": 3}, r"4 heads .* do not share 3 .* set train\.num_kv_heads"),
+        ({"sliding_window": 2}, r"train\.sliding_window is 2, fewer tokens than train\.ttt_steps, 3"),
         ({"num_heads": 6}, r"width of 256 is no multiple of its 6 heads; set train\.num_heads"),
     ):
         with pytest.raises(ValueError, match=told):

@@ -11,10 +11,10 @@ from eagle3.draft.data import Batch, build_batch
 from eagle3.draft.latent import LatentSizes
 from eagle3.draft.loss import Objective
 from eagle3.draft.model import DraftModel, DraftSizes, initialise
-from eagle3.draft.ttt import Teacher, empty_score, full_choices, score_batch, unroll
+from eagle3.draft.ttt import Teacher, empty_score, full_choices, reachable, score_batch, unroll
 from eagle3.shards import Sample
 
-KL = Objective("forward_kl", 0.0)
+KL = Objective("forward_kl", 0.0, "renormalise")
 HIDDEN, AUX, VOCAB, STEPS, EPS = 16, 3, 29, 3, 1e-5
 TOKEN_IDS = torch.tensor([0, 2, 3, 5, 8, 9, 11, 12, 17, 20, 21, 25, 28])
 SIZES = DraftSizes(
@@ -46,6 +46,8 @@ FORMS = {
         SIZES, num_layers=3, norm_before_residual=False, norm_before_fc=True, fc_norm=True, norm_output=True
     ),
     "no grouped heads": replace(SIZES, num_kv_heads=4),
+    "sliding window": replace(SIZES, sliding_window=3),
+    "sliding window, two layers": replace(SIZES, num_layers=2, sliding_window=5),
     "latent": replace(SIZES, num_kv_heads=4, head_dim=10, latent=LatentSizes(6, 12, 6, 4, 5)),
     "latent, two layers, straight queries": replace(
         SIZES, num_layers=2, num_kv_heads=4, head_dim=8, fc_norm=True, latent=LatentSizes(None, 12, 2, 6, 11)
@@ -90,6 +92,9 @@ def make_samples(masks: list[str], dtype: torch.dtype) -> list[tuple[str, Sample
 MASKS = ["pppppgggggggg", "ppgggppggggpp", "gggg", "pppppppppppppggg"]
 
 
+KL_SKIP = replace(KL, out_of_vocabulary="skip")
+
+
 @dataclass
 class Reference:
     """What the slow form found, step by step: KL per counted (sample, row), and whether draft and verifier agree."""
@@ -102,8 +107,13 @@ class Reference:
         return torch.stack(terms).sum()
 
 
-def slow_reference(draft: DraftModel, teacher: Teacher, samples: list[tuple[str, Sample]]) -> Reference:
-    """Every row of every document at every step, one query at a time, with plain tensor arithmetic."""
+def slow_reference(
+    draft: DraftModel, teacher: Teacher, samples: list[tuple[str, Sample]], skip: bool = False
+) -> Reference:
+    """Every row of every document at every step, one query at a time, with plain tensor arithmetic.
+
+    skip: what a draft must say from its first token outside the vocabulary on is no loss.
+    """
     weights = dict(draft.named_parameters())
     reference = Reference([{} for _ in range(STEPS)], [{} for _ in range(STEPS)])
     for number, (_, sample) in enumerate(samples):
@@ -127,7 +137,9 @@ def slow_reference(draft: DraftModel, teacher: Teacher, samples: list[tuple[str,
                     target = teacher.lm_head @ norm(sample.last_hidden_states[row + 1 + step], teacher.norm)
                     wanted = target[TOKEN_IDS].log_softmax(0)
                     got = (weights["lm_head.weight"] @ normed).log_softmax(0)
-                    reference.kl[step][number, row] = (wanted.exp() * (wanted - got)).sum()
+                    said = ids[row + 2 : row + 3 + step]
+                    taught = not skip or bool(torch.isin(said, TOKEN_IDS).all())
+                    reference.kl[step][number, row] = (wanted.exp() * (wanted - got)).sum() * taught
                     reference.agreed[step][number, row] = bool(TOKEN_IDS[got.argmax()] == target.argmax())
     return reference
 
@@ -169,7 +181,8 @@ def slow_layer(
     results: list[tuple[torch.Tensor, torch.Tensor | None]] = []
     for place, row in enumerate(live):
         query = query_of(sizes, weight, inputs[place], row + step)
-        seen = caches[0][layer][: row + 1] + [caches[later][layer][row] for later in range(1, step + 1)]
+        oldest = max(0, row + step + 1 - (sizes.sliding_window or row + step + 1))
+        seen = caches[0][layer][oldest : row + 1] + [caches[later][layer][row] for later in range(1, step + 1)]
         attended = attend(query, seen, sizes.num_heads // sizes.num_kv_heads)
         residual = residuals[place] + weight("self_attn.o_proj") @ attended
         inner = norm(residual, weight("post_attention_layernorm"))
@@ -255,6 +268,36 @@ def test_loss_agreement_and_gradients_equal_the_slow_form(form: str, dtype: torc
         torch.testing.assert_close(
             gradient, wanted, atol=tolerance * scale, rtol=0, msg=lambda m, name=name: f"{name}: {m}"
         )
+
+
+def test_tokens_outside_the_vocabulary_end_what_a_row_teaches() -> None:
+    """out_of_vocabulary: skip changes the loss and its gradients alone."""
+    teacher = make_teacher(torch.float64)
+    draft, samples = make_draft(SIZES, teacher, torch.float64), make_samples(MASKS, torch.float64)
+    batch = build_batch(samples, STEPS)
+    weights = torch.tensor([0.8**k for k in range(STEPS)], dtype=torch.float64) / batch.counted.sum(1)
+    choices = full_choices(batch, teacher)
+    loss, score = score_batch(draft, batch, teacher, weights, choices, KL_SKIP)
+    expected = slow_reference(draft, teacher, samples, skip=True).loss(0.8)
+    torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
+    found = torch.autograd.grad(loss, [*draft.parameters()])
+    for gradient, wanted in zip(found, torch.autograd.grad(expected, [*draft.parameters()]), strict=True):
+        torch.testing.assert_close(gradient, wanted, atol=1e-5 * wanted.abs().max().item(), rtol=0)
+    all_loss, all_score = score_batch(draft, batch, teacher, weights, choices, KL)
+    assert 0 < loss < all_loss
+    assert replace(score, losses=[]) == replace(all_score, losses=[])
+
+
+def test_a_row_is_reachable_up_to_its_first_token_outside() -> None:
+    """Answer tokens in (i) and out (o) of the vocabulary; row r predicts the tokens r + 2, r + 3, r + 4."""
+    inside, outside = int(TOKEN_IDS[3]), 1
+    assert outside not in TOKEN_IDS
+    (name, sample) = make_samples(["pgggggg"], torch.float64)[0]
+    ids = torch.tensor([0, *(inside if letter == "i" else outside for letter in "oiioii")], dtype=torch.int32)
+    batch = build_batch([(name, replace(sample, input_ids=ids))], STEPS)
+    taught = reachable(batch, make_teacher(torch.float64).draft_ids)
+    rows = [sorted(batch.rows[batch.source[step, taught[step]]].tolist()) for step in range(STEPS)]
+    assert rows == [[0, 1, 3, 4], [0, 3], []]
 
 
 def test_prefix_agreement_needs_every_step_before() -> None:
@@ -364,4 +407,4 @@ def test_steps_are_rotated_as_the_server_rotates_them() -> None:
 
 
 def test_memory_starts_empty() -> None:
-    assert LayerMemory(1.0).context is None and LayerMemory(1.0).own == ()
+    assert LayerMemory(1.0, None).context is None and LayerMemory(1.0, None).own == ()

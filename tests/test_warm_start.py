@@ -108,6 +108,7 @@ def edit(folder: Path, **changes: Any) -> None:
     ("changes", "told"),
     [
         ({"norm_before_residual": False}, "norm_before_residual: false; set train.norm_before_residual so"),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 64}, r"set train\.sliding_window: 64"),
         ({"norm_output": True}, "norm_output: true; set train.norm_output so"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}, r"set verifier\.aux_layer_ids: \[1, 2, 3\]"),
     ],

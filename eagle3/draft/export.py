@@ -48,11 +48,16 @@ def draft_config(sizes: DraftSizes, verifier: VerifierIdentity, dtype: str, cove
     """config.json: every flag is written, because vLLM's defaults differ between formats."""
     layer_ids = list(verifier.aux_layer_ids)
     if sizes.latent is None:
-        attention = {
+        attention: dict[str, Any] = {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
             "head_dim": sizes.head_dim,
         }
+        if sizes.sliding_window is not None:
+            attention |= {
+                "layer_types": ["sliding_attention"] * sizes.num_layers,
+                "sliding_window": sizes.sliding_window,
+            }
     else:
         attention = latent_config(sizes.latent, sizes.num_layers)
     return {

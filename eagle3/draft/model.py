@@ -33,7 +33,7 @@ class DraftSizes:
     """Everything that determines the draft's form; `rope_parameters` as transformers 5 keeps them.
 
     latent: None = grouped heads of head_dim, num_kv_heads for keys and values; else num_kv_heads is num_heads, and
-    head_dim the width of queries and keys.
+    head_dim the width of queries and keys. sliding_window: of all layers; None = they see everything.
     """
 
     hidden_size: int
@@ -53,6 +53,7 @@ class DraftSizes:
     fc_norm: bool
     norm_output: bool
     latent: LatentSizes | None = None
+    sliding_window: int | None = None
 
 
 def choose_sizes(
@@ -79,6 +80,10 @@ def choose_sizes(
         heads, kv_heads, head_dim = _choose_heads(config, params)
     if hidden % heads:  # transformers' configs want it so, and vLLM reads the draft's with them
         raise ValueError(f"the draft's width of {hidden} is no multiple of its {heads} heads; set train.num_heads")
+    if params.sliding_window is not None and params.sliding_window < params.ttt_steps:
+        raise ValueError(
+            f"train.sliding_window is {params.sliding_window}, fewer tokens than train.ttt_steps, {params.ttt_steps}"
+        )
     positions = max(config.get("max_position_embeddings", 0), max_positions)
     return DraftSizes(
         hidden_size=hidden,
@@ -98,6 +103,7 @@ def choose_sizes(
         fc_norm=params.fc_norm,
         norm_output=params.norm_output,
         latent=latent,
+        sliding_window=params.sliding_window,
     )
 
 
@@ -119,7 +125,7 @@ def _choose_heads(config: dict[str, Any], params: TrainParams) -> tuple[int, int
 
 def _choose_latent(config: dict[str, Any], params: TrainParams) -> LatentSizes:
     """Raises ValueError for a setting that latent attention, or what vLLM serves of it, does not have."""
-    for name in ("num_kv_heads", "head_dim"):
+    for name in ("num_kv_heads", "head_dim", "sliding_window"):
         if getattr(params, name) is not None:
             raise ValueError(f"train.{name} is for train.attention: heads; leave it null for latent attention")
     if params.norm_before_fc:
@@ -163,7 +169,7 @@ class DraftModel(nn.Module):
         """Empty ones, one per layer, for one unroll."""
         sizes = self.sizes
         scale = latent_scale(sizes.latent, sizes.rope_parameters) if sizes.latent else sizes.head_dim**-0.5
-        return [LayerMemory(scale) for _ in self.layers]
+        return [LayerMemory(scale, sizes.sliding_window) for _ in self.layers]
 
     def rotation(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine and sine [N, 1, d] of rows at these positions [N], laid out as the draft's attention rotates."""

@@ -21,7 +21,7 @@ FORMS: dict[str, tuple[dict[str, Any], list[int] | None, int]] = {
         [1, 2, 3, 4, 5],
         0,
     ),
-    "one_layer_read": ({"num_layers": 4, "head_dim": 64}, [4], 3),
+    "one_layer_read": ({"num_layers": 4, "head_dim": 64, "sliding_window": 6}, [4], 3),
 }
 
 
