@@ -47,13 +47,13 @@ def random_inputs(
 @pytest.mark.parametrize("backend", [CpuFlashBackend, PlainBackend])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "widths"),
-    [(6, 2, (16, 16)), (2, 2, (8, 8)), (4, 1, (64, 64)), (3, 3, (20, 20)), (2, 2, (24, 16)), (4, 2, (8, 20))],
+    [(6, 2, (16, 16)), (4, 1, (64, 64)), (2, 2, (24, 16)), (3, 3, (8, 20))],
 )
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 5e-6), (torch.bfloat16, 5e-2)]
 )
 @pytest.mark.parametrize("steps", [0, 1, 3])
-@pytest.mark.parametrize("reach", [None, 1, 4, 12])
+@pytest.mark.parametrize("reach", [None, 1, 7])
 def test_output_and_gradients_equal_the_dense_form(
     backend: type[attention.Backend],
     heads: int,
