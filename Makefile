@@ -9,8 +9,8 @@
 PYTHON ?= python3.11
 TORCH_INDEX ?=
 TORCH_ARGS ?= $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),)
-# TEST_WORKERS       how many tests run side by side, each on cores of its own
-TEST_WORKERS ?= 2
+# TEST_WORKERS       how many tests run side by side; more than there are cores, because most of them wait most of the time
+TEST_WORKERS ?= 4
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.complete

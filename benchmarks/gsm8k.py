@@ -44,17 +44,24 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        project = Project(given.folder or Path(temporary) / "gsm8k")
-        copy_rows(given.train, project.folder / "data/prompts/gsm8k-train.jsonl", given.train_rows)
-        copy_rows(given.test, project.folder / "data/prompts/gsm8k-test.jsonl", given.test_rows)
-        own = {"evaluate.num_prompts": given.test_rows}
-        own |= {k: YAML(typ="safe").load(v) for k, _, v in (item.partition("=") for item in given.set)}
-        project.edit([source("train", "auto"), source("test", "evaluation")], RECIPE | own)
+        own = {k: YAML(typ="safe").load(v) for k, _, v in (item.partition("=") for item in given.set)}
+        rows = (given.train_rows, given.test_rows)
+        project = make_project(given.folder or Path(temporary) / "gsm8k", given.train, given.test, rows, own)
         seconds = project.repro(STAGES[: STAGES.index(given.until) + 1])
         result: dict[str, Any] = {"seconds": seconds}
         if given.until == STAGES[-1]:
             result |= numbers(project)
         print(json.dumps(result))
+
+
+def make_project(folder: Path, train: Path, test: Path, rows: tuple[int, int], own: dict[str, Any]) -> Project:
+    """The pipeline on the first rows of both files (train, test), with the recipe and settings of one's own."""
+    project = Project(folder)
+    copy_rows(train, folder / "data/prompts/gsm8k-train.jsonl", rows[0])
+    copy_rows(test, folder / "data/prompts/gsm8k-test.jsonl", rows[1])
+    settings = RECIPE | {"evaluate.num_prompts": rows[1]} | own
+    project.edit([source("train", "auto"), source("test", "evaluation")], settings)
+    return project
 
 
 def numbers(project: Project) -> dict[str, float]:

@@ -11,6 +11,7 @@ first choice at a few rows while it records, and the head must give the same.
 Letters: T tokens, L layers (auxiliary ones and the last), H hidden size.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ HEAD_ROWS = 512  # rows that go through the head at once
 TOP = 20  # a sampled token should be among so many of the most likely ones
 MIN_SAMPLE_ROWS = 8  # a sample is judged on its own only by so many rows
 MIN_SAMPLE_AGREEMENT = 0.5
+CHANCE = 0.001  # a share that falls short by bad luck is accepted, unless it would take luck as rare as this
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,19 @@ class Agreement:
     def share(self) -> float:
         """hits / expected, at most 1; 1 where nothing was read."""
         return min(1.0, self.hits / self.expected) if self.expected else 1.0
+
+    def falls_short(self, minimum: float) -> bool:
+        """Whether the share is below `minimum` by more than chance, if each row agreed with that probability.
+
+        By Chernoff's bound: of 32 rows at 0.95, 25 may be hits by chance and 24 not; of 5,000, 4,691 and 4,690.
+        """
+        if self.share >= minimum or minimum in (0, 1):
+            return self.share < minimum
+        missing = 1 - self.share
+        distance = missing * math.log(missing / (1 - minimum))
+        if self.share:
+            distance += self.share * math.log(self.share / minimum)
+        return self.expected * distance > -math.log(CHANCE)
 
 
 def row_faults(states: torch.Tensor) -> dict[str, torch.Tensor]:

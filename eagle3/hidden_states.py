@@ -47,6 +47,11 @@ class PlannedShard:
     tokens: int
     size: int  # bytes of the file
 
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"shard {self.key[:16]}"
+
 
 @dataclass(frozen=True)
 class ShardFacts:
@@ -348,20 +353,20 @@ def finish_shard(
     )
     problems = found | shard.problems
     try:
-        require_agreement(shard.planned.key, problems, agreement, extract)
+        require_agreement(shard.planned.name, problems, agreement, extract)
     except ValueError as error:
         shard.path.unlink()
         raise ValueError(f"{error}. The shard was not kept") from None
     return store.keep(shard.planned.key, problems, agreement)
 
 
-def require_agreement(key: str, problems: dict[int, Problem], agreement: Agreement, extract: ExtractParams) -> None:
-    """Raise ValueError when the verifier's head does not explain a shard's tokens."""
-    if agreement.share >= extract.min_head_agreement:
+def require_agreement(what: str, problems: dict[int, Problem], agreement: Agreement, extract: ExtractParams) -> None:
+    """Raise ValueError when the verifier's head does not explain the tokens of `what`."""
+    if not agreement.falls_short(extract.min_head_agreement):
         return
     worst = [f"{position} ({problem.detail})" for position, problem in sorted(problems.items())][:5]
     raise ValueError(
-        f"shard {key[:16]}: the verifier's head gives {agreement.share:.1%} of {agreement.rows} generated tokens, "
+        f"{what}: the verifier's head gives {agreement.share:.1%} of {agreement.rows} generated tokens, "
         f"extract.min_head_agreement is {extract.min_head_agreement:.1%}"
         + (f"; worst samples: {', '.join(worst)}" if worst else "")
         + ". Likely causes: the tokens come from another verifier or another revision of it, states of a wrong layer or"
@@ -388,10 +393,15 @@ def write_hidden_states(
         (folder / f".{INDEX}").replace(folder / INDEX)
 
 
+def total_agreement(recorded: Sequence[tuple[PlannedShard, ShardFacts]]) -> Agreement:
+    """Agreement over all shards of the out."""
+    return sum((facts.agreement for _, facts in recorded), Agreement())
+
+
 def shard_metrics(recorded: Sequence[tuple[PlannedShard, ShardFacts]]) -> dict[str, float]:
     """Finite numbers over all shards of the out."""
     size, tokens = sum(shard.size for shard, _ in recorded), sum(shard.tokens for shard, _ in recorded)
-    agreement = sum((facts.agreement for _, facts in recorded), Agreement())
+    agreement = total_agreement(recorded)
     return {
         "shards": len(recorded),
         "tokens": tokens,

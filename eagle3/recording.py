@@ -178,7 +178,7 @@ def work(pipe: ParentPipe, number: int, job: Job) -> None:
             if there is None:
                 yield planned
             else:
-                require_agreement(planned.key, there.problems, there.agreement, extract)
+                require_agreement(planned.name, there.problems, there.agreement, extract)
                 desk.done(planned, there)
 
     def finish(shard: OpenShard) -> None:

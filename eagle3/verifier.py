@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers  # its parts are imported when they are first named: a stage starts in half the time
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
 
 from eagle3.console import say
 from eagle3.digests import digest, digest_bytes, digest_file
@@ -166,7 +166,9 @@ def locate_verifier(params: VerifierParams) -> Path:
 
 def load_tokenizer(params: VerifierParams) -> Any:
     """The verifier's tokenizer, with the chat template of params.yaml if one is named."""
-    tokenizer = AutoTokenizer.from_pretrained(locate_verifier(params), trust_remote_code=params.trust_remote_code)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(
+        locate_verifier(params), trust_remote_code=params.trust_remote_code
+    )
     if params.chat_template is not None:
         tokenizer.chat_template = Path(params.chat_template).read_text()
     return tokenizer
@@ -278,7 +280,7 @@ def _sampled_digest(path: Path) -> str:
 
 def _read_config(folder: Path, params: VerifierParams) -> Any:
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=params.trust_remote_code)
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=params.trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(f"verifier.model {params.model}: {folder} is not a model directory ({error})") from None
     return config.get_text_config()
@@ -289,7 +291,7 @@ def _stop_token_ids(folder: Path, config: Any, tokenizer: Any) -> tuple[int, ...
     found: set[int] = set()
     sources = [config.eos_token_id, tokenizer.eos_token_id]
     if (folder / "generation_config.json").exists():
-        sources.append(GenerationConfig.from_pretrained(folder).eos_token_id)
+        sources.append(transformers.GenerationConfig.from_pretrained(folder).eos_token_id)
     for ids in sources:
         found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
     return tuple(sorted(found))
@@ -328,9 +330,12 @@ def _bundled(name: str) -> Path:
 def _convert_gguf(source: Path, target: Path, template: str | None) -> None:
     aside = target.with_name(target.name + ".tmp")
     shutil.rmtree(aside, ignore_errors=True)
-    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    model = AutoModelForCausalLM.from_pretrained(
-        source.parent, gguf_file=source.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        source.parent,
+        gguf_file=source.name,
+        quantization_config=transformers.GgufConfig(dequantize=True),
+        dtype=torch.bfloat16,
     )
     if template is not None:
         tokenizer.chat_template = template

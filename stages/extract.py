@@ -13,6 +13,7 @@ from eagle3.hidden_states import (
     plan_shards,
     require_agreement,
     shard_metrics,
+    total_agreement,
     write_hidden_states,
 )
 from eagle3.params import load_params
@@ -35,8 +36,10 @@ def extract(tokens: Path, verifier: Path, hidden_states: Path, metrics: Path, pa
     with work_folder("extract") as folder, ShardStore(folder) as store:
         plan = plan_shards(table, identity, params.extract, account)
         facts = {shard.key: there for shard in plan if (there := store.facts(shard)) is not None}
-        for key, there in facts.items():
-            require_agreement(key, there.problems, there.agreement, params.extract)
+        for shard in plan:
+            if shard.key in facts:
+                there = facts[shard.key]
+                require_agreement(shard.name, there.problems, there.agreement, params.extract)
         missing = {shard.key: shard for shard in plan if shard.key not in facts}
         needed = require_room(folder, hidden_states, missing.values(), plan, params.extract.storage)
         say(f"extract: {len(plan)} shards, {len(facts)} of them there; {needed / 1e9:,.2f} GB to record")
@@ -51,6 +54,7 @@ def extract(tokens: Path, verifier: Path, hidden_states: Path, metrics: Path, pa
             new_facts, tokens_per_second = record_with_crew(store, list(missing.values()), table, recording)
             facts.update(new_facts)
         recorded = [(shard, facts[shard.key]) for shard in plan]
+        require_agreement("all shards together", {}, total_agreement(recorded), params.extract)
         write_hidden_states(hidden_states, table, store, recorded, account)
     counts = {**account.settle(), **shard_metrics(recorded), "shards_reused": len(plan) - len(missing)}
     write_metrics(metrics, {**counts, "tokens_per_second": tokens_per_second})

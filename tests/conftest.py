@@ -59,6 +59,25 @@ def own_work_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EAGLE3_WORK_DIR", str(tmp_path / "work"))
 
 
+#: Files that take minutes, longest first. A run ends with a list of its slowest tests.
+LONGEST = (
+    "test_bundled",
+    "test_dvc",
+    "test_executors",
+    "test_crews",
+    "test_draft_distributed",
+    "test_generate",
+    "test_reasoners",
+    "test_recording",
+    "test_probe",
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The long ones first, so that the workers end together."""
-    items.sort(key=lambda item: "e2e" not in item.path.parts)
+    """The long files first, then those with real engines, so that the workers end together."""
+
+    def place(item: pytest.Item) -> tuple[int, bool]:
+        name = item.path.stem
+        return LONGEST.index(name) if name in LONGEST else len(LONGEST), "e2e" not in item.path.parts
+
+    items.sort(key=place)

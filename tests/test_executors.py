@@ -32,6 +32,7 @@ from eagle3.serving.ray_workers import largest_share
 from eagle3.serving.recorder import digest_ids
 from eagle3.tables import Row
 from eagle3.verifier import write_identity
+from tests.pinning import on_all_cores
 from tests.stage_runs import wait_until
 from tests.test_extract import FAKE, IDENTITY, Run, make_row, make_run
 from tests.token_tables import PROJECT, write_tokens
@@ -124,11 +125,8 @@ def test_a_worker_has_devices_of_one_node(nodes: list[int], count: int, size: in
 
 @pytest.fixture(autouse=True)
 def all_cores() -> Iterator[None]:
-    """Two workers need two cores; tests/pinning.py may have left one."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, range(os.cpu_count() or 1))
-    yield
-    os.sched_setaffinity(0, before)
+    with on_all_cores():
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -275,12 +273,11 @@ class StageProcess:
 
 @pytest.mark.parametrize(
     ("kind", "number"),
-    [  # Ctrl-C and SIGTERM take the same way; a Ray takes half a minute to start and to end
+    [  # SIGTERM to a stage with Ray: test_ray_of_ours_...
         pytest.param(LOCAL, signal.SIGKILL, id="local-kill"),
         pytest.param(LOCAL, signal.SIGTERM, id="local-term"),
         pytest.param(LOCAL, signal.SIGINT, id="local-int"),
         pytest.param(RAY, signal.SIGKILL, id="ray-kill", marks=pytest.mark.slow),
-        pytest.param(RAY, signal.SIGTERM, id="ray-term", marks=pytest.mark.slow),
     ],
 )
 def test_a_stage_that_is_ended_takes_everything_along_and_goes_on_later(
@@ -305,11 +302,10 @@ def test_a_stage_that_is_ended_takes_everything_along_and_goes_on_later(
     assert nobody_left()
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_workers_that_die_again_and_again_end_the_stage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[Row], kind: dict[str, object]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[Row]
 ) -> None:
-    run = make_run(tmp_path, monkeypatch, **kind)
+    run = make_run(tmp_path, monkeypatch, **LOCAL)
     with pytest.raises(ValueError, match=r"extract: 3 workers were lost over the same work") as error:
         run.extract(rows, die_after=1)
     assert "SomethingError: the engine met its end" in str(error.value)
@@ -421,20 +417,18 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("by", ["params", "variable"])
 def test_a_cluster_that_runs_is_joined_and_left_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[Row], cluster: tuple[str, psutil.Process], by: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[Row], cluster: tuple[str, psutil.Process]
 ) -> None:
+    """By its variable; the test after this one names it in params.yaml."""
     address, process = cluster
-    changes = {"extract__ray_address": address} if by == "params" else {}
-    if by == "variable":
-        monkeypatch.setenv("RAY_ADDRESS", address)
-    run = make_run(tmp_path, monkeypatch, **RAY | changes)
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    run = make_run(tmp_path, monkeypatch, **RAY)
     assert run.extract(rows)["rows_out"] == 60
     assert process.is_running()
     assert not ours_below(process)
     (tmp_path / "more").mkdir()
-    more = make_run(tmp_path / "more", monkeypatch, **RAY | changes | {"extract__workers": 3})
+    more = make_run(tmp_path / "more", monkeypatch, **RAY | {"extract__workers": 3})
     with pytest.raises(
         ValueError, match=rf"extract.workers = 3, each with 1 CPU of one node: Ray at {address} has nodes with 2"
     ):

@@ -384,6 +384,21 @@ def test_a_stricter_gate_also_judges_what_is_there(run: Run, rows: list[Row]) ->
     assert run.requests() == []
 
 
+def test_shards_that_may_each_fall_short_by_chance_may_not_all(run: Run, rows: list[Row]) -> None:
+    """In every sample one of eight judged tokens is not what the head gives."""
+    odd = []
+    for row in rows:
+        ids, first = [*row["input_ids"]], row["prompt_length"]
+        ids[first] = (following(ids[first - 1]) + 1) % VOCABULARY
+        odd.append(token_row(ids, first, split=row["split"]))
+    with pytest.raises(
+        ValueError, match=r"all shards together: the verifier's head gives 8.* of \d{3} generated tokens"
+    ):
+        run.extract(odd)
+    assert len(run.shards()) > 6
+    assert not run.out.exists()
+
+
 def test_a_dying_engine_is_one_sentence_with_its_log(run: Run, rows: list[Row]) -> None:
     with pytest.raises(ValueError, match=r"recording engine: ended unexpectedly \(exit code 3\)") as failure:
         run.extract(rows, die_after=40)

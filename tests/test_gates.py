@@ -79,7 +79,17 @@ def test_right_states_pass(tmp_path: Path, samples: list[Sample], head: HeadWeig
     assert problems == {}
     assert agreement.share == 1
     assert agreement.rows == SAMPLES * ROWS_PER_SAMPLE
-    require_agreement("k", problems, agreement, extract_params(0.95))
+    require_agreement("shard k", problems, agreement, extract_params(0.95))
+
+
+@pytest.mark.parametrize(("rows", "enough"), [(32, 25), (512, 467), (5000, 4691)])
+def test_few_rows_may_fall_short_by_chance_and_many_may_not(rows: int, enough: int) -> None:
+    """At 95 %: 2 misses of 32 are no reason to throw away a shard of a verifier that agrees at 99 %."""
+    assert not Agreement(enough, rows, rows).falls_short(0.95)
+    assert Agreement(enough - 1, rows, rows).falls_short(0.95)
+    assert not Agreement(rows, rows, rows).falls_short(1.0) and Agreement(rows - 1, rows, rows).falls_short(1.0)
+    assert not Agreement(0, rows, rows).falls_short(0.0)
+    assert Agreement(0, rows, rows).falls_short(0.95)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +127,7 @@ def test_an_all_nan_sample_and_a_zero_sample(tmp_path: Path, samples: list[Sampl
 def refuses(folder: Path, samples: list[Sample], head: HeadWeights) -> dict[int, Problem]:
     problems, agreement = check(folder, samples, head)
     with pytest.raises(ValueError, match=r"shard k: the verifier's head gives .*Likely causes"):
-        require_agreement("k", problems, agreement, extract_params(0.95))
+        require_agreement("shard k", problems, agreement, extract_params(0.95))
     return problems
 
 
@@ -245,7 +255,7 @@ def test_faults_under_human_text_are_caught(
         samples[8].last_hidden_states.copy_(kept)
     problems, agreement = judge(tmp_path, samples, choices, used)
     with pytest.raises(ValueError, match="the verifier's head gives"):
-        require_agreement("k", problems, agreement, extract_params(0.95))
+        require_agreement("shard k", problems, agreement, extract_params(0.95))
     if fault == "swapped":
         assert set(problems) == {3, 8}
 

@@ -3,6 +3,10 @@
 Nothing here imports vllm, so that the process that starts an engine stays small. Facts are those of vLLM 0.32:
 `kv_cache_memory_bytes` sizes the KV cache on the CPU to the byte (VLLM_CPU_KVCACHE_SPACE takes whole GiB only), and
 VLLM_CPU_OMP_THREADS_BIND must name the cores, else vLLM keeps one for itself.
+
+A CPU engine of one rank runs its model in the process of its own scheduler (executor `uni`). By default vLLM gives it
+another process, which takes a third longer to start and is no faster. It agrees to `uni` only with
+VLLM_ENABLE_V1_MULTIPROCESSING=0, and then leaves the number of threads to us.
 """
 
 import importlib.metadata
@@ -49,6 +53,8 @@ def engine_environment(engine: EngineParams) -> dict[str, str]:
         environment["GLOO_SOCKET_IFNAME"] = "lo"
     if runs_on_cpu():
         environment["VLLM_CPU_OMP_THREADS_BIND"] = thread_binding(usable_cores(), engine.tensor_parallel_size)
+        if engine.tensor_parallel_size == 1:
+            environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": str(len(usable_cores()))}
     return environment
 
 
@@ -82,6 +88,8 @@ def engine_arguments(
     }
     if runs_on_cpu():
         arguments["kv_cache_memory_bytes"] = int(engine.cpu_kv_cache_gib * GIB)
+        if engine.tensor_parallel_size == 1 and "distributed_executor_backend" not in engine.extra_args:
+            arguments["distributed_executor_backend"] = "uni"
         latent = has_latent_attention(folder) or (draft is not None and has_latent_attention(draft))
         if latent and "compilation_config" not in engine.extra_args:
             # the CPU kernel writes wrong values into the slices of queries and keys that such models rotate

@@ -243,6 +243,7 @@ def own_cluster_environment() -> dict[str, str]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),  # else Ray 2.60 writes one into the user's home
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",  # else 15, for the engines too: anything else on the machine would come first
     }
 
 

@@ -31,7 +31,7 @@ SETTINGS: dict[str, Any] = {
     "prompts.evaluation_share": 0.1,
     "extract.shard_min_mib": 4,
     "extract.shard_max_mib": 16,
-    "train.epochs": 6,
+    "train.epochs": 4,
     "train.validations": 2,
     "evaluate.num_prompts": 4,
     "evaluate.max_new_tokens": 32,
@@ -41,11 +41,11 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
-    """A project of 80 starter prompts that has run once, with an own copy of everything but the converted verifier."""
+    """A project of 56 starter prompts that has run once, with an own copy of everything but the converted verifier."""
     made = Project(tmp_path_factory.mktemp("bundled") / "project")
     lines = (ROOT / "data/prompts/starter.jsonl").read_text().splitlines()
     (made.folder / "data/prompts").mkdir(parents=True)
-    (made.folder / "data/prompts/starter.jsonl").write_text("\n".join(lines[:80]) + "\n")
+    (made.folder / "data/prompts/starter.jsonl").write_text("\n".join(lines[:56]) + "\n")
     made.edit([{"path": "data/prompts/starter.jsonl"}], SETTINGS)
     made.run("dvc", "repro")
     return made

@@ -28,6 +28,7 @@ from eagle3.shards import Sample, open_shard, write_shard
 from eagle3.tables import Row, read_table
 from eagle3.verifier import load_head
 from stages.extract import extract
+from tests.pinning import on_one_core
 from tests.tiny_verifiers import build_tiny_verifier
 from tests.token_tables import (
     PROJECT,
@@ -76,11 +77,8 @@ class Recording:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_core() -> Iterator[None]:
-    """Tiny models on one core: threads that wait for each other on a busy machine take minutes."""
-    cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(cores)})
-    yield
-    os.sched_setaffinity(0, cores)
+    with on_one_core():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,9 @@
 """Recording a verifier of Kimi's kind (latent attention, mixture of experts) with real vLLM, against transformers."""
 
 import json
-import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from eagle3.schemas import STATES
 from eagle3.shards import open_shard
 from eagle3.tables import read_table
 from stages.extract import extract
+from tests.pinning import on_one_core
 from tests.token_tables import greedy_samples, token_row, write_params, write_tokens, write_verifier_json
 
 pytestmark = pytest.mark.slow
@@ -22,11 +22,9 @@ PLAIN = {"rope_type": "default", "rope_theta": 50000.0}
 
 
 @pytest.fixture
-def one_core() -> Any:
-    cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(cores)})
-    yield
-    os.sched_setaffinity(0, cores)
+def one_core() -> Iterator[None]:
+    with on_one_core():
+        yield
 
 
 @pytest.mark.parametrize("positions", ["yarn", "plain"])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from eagle3.acceptance import Answer, Prompt, identical, summarise
 from eagle3.draft.export import export_draft
@@ -39,7 +39,7 @@ def make_draft(
     head = load_head(verifier)
     ids = torch.tensor([i for i in range(identity.vocab_size) if not every or i % every])
     vocabulary = DraftVocabulary(ids, identity.vocab_size, 1.0)
-    config = AutoModelForCausalLM.from_pretrained(verifier).config.to_dict()
+    config = AutoConfig.from_pretrained(verifier).to_dict()
     layers = len(identity.aux_layer_ids)
     sizes = choose_sizes(config, layers, len(ids), identity.max_position_embeddings, train)
     draft = DraftModel(sizes)
