@@ -129,10 +129,17 @@ class TrainParams(Section):
     draft_vocab_size: Positive | None
     draft_vocab_coverage: Annotated[float, Field(gt=0, le=1)]
     num_layers: Annotated[int, Field(ge=1, le=4)]
+    attention: Literal["heads", "latent"] | None
     intermediate_size: Positive | None
     num_heads: Positive | None
     num_kv_heads: Positive | None
     head_dim: Annotated[int, Field(ge=2, multiple_of=2)] | None
+    sliding_window: Positive | None
+    q_lora_rank: Count | None
+    kv_lora_rank: Positive | None
+    qk_nope_head_dim: Positive | None
+    qk_rope_head_dim: Annotated[int, Field(ge=2, multiple_of=2)] | None
+    v_head_dim: Positive | None
     norm_before_residual: bool
     norm_before_fc: bool
     fc_norm: bool
@@ -140,6 +147,7 @@ class TrainParams(Section):
     freeze_lm_head: bool
     loss: Literal["forward_kl", "hard_labels", "reverse_kl", "total_variation"]
     acceptance_share: Share
+    out_of_vocabulary: Literal["renormalise", "skip"]
     ttt_steps: Positive
     ttt_loss_decay: Annotated[float, Field(gt=0, le=1)]
     epochs: Positive

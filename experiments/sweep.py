@@ -33,7 +33,11 @@ TRIED: dict[str, list[str]] = {
         "train.acceptance_share=0.5",
     ],
     "head": ["train.freeze_lm_head=false"],
-    "vocabulary": ["train.draft_vocab_size=2000", "train.draft_vocab_coverage=0.99"],
+    "vocabulary": [
+        "train.draft_vocab_size=2000",
+        "train.draft_vocab_coverage=0.99",
+        "train.draft_vocab_coverage=0.99 train.out_of_vocabulary=skip",
+    ],
     "layers": ["train.num_layers=2"],
     "norms": ["train.norm_before_fc=true", "train.fc_norm=true", "train.norm_output=true"],
 }

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from eagle3.acceptance import Answer
-from eagle3.draft.attention import Document, LayerMemory
+from eagle3.draft.attention import Document
 from eagle3.draft.export import load_draft
 from eagle3.draft.model import DraftModel
 from eagle3.verifier import HeadWeights, load_head
@@ -40,7 +40,7 @@ def own_drafts(
 ) -> list[int]:
     """What our draft proposes after `ids`; aux [T, A*H] of the positions before the last id."""
     rows = len(ids) - 1
-    memories = [LayerMemory() for _ in model.layers]
+    memories = model.memories()
     documents = [Document(0, rows - 1, rows)]
     state = model.combine(aux[:rows])
     embeds = head.embed_tokens[torch.tensor(ids[1:])].float()

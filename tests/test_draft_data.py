@@ -94,6 +94,7 @@ def test_a_packed_batch_follows_the_table() -> None:
             if counted:
                 context = int(batch.rows[row])
                 assert batch.target_states[target, 0] == positions[context] + 1 + step
+                assert batch.target_ids[target] == ids[context][positions[context] + 2 + step]
                 assert batch.step_ids[step, row] == ids[context][positions[context] + 1 + step]
 
 

@@ -1,7 +1,7 @@
 """The export, as the serving engine reads it, and back."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eagle3.draft.export import CONFIG, WEIGHTS, export_draft, load_draft
+from eagle3.draft.latent import LatentSizes
 from eagle3.draft.model import DraftModel, DraftSizes, initialise
 from eagle3.draft.vocab import DraftVocabulary
 from eagle3.verifier import VerifierIdentity, load_head
@@ -102,8 +103,44 @@ def test_the_config_says_everything(tmp_path: Path, tiny_verifier: Path) -> None
     assert config["eagle3_pipeline"]["verifier_digest"] == "d" * 64
 
 
-def test_a_draft_comes_back_equal(tmp_path: Path, tiny_verifier: Path) -> None:
-    sizes = replace(sizes_of(128), num_layers=2, norm_before_fc=True, fc_norm=True, norm_output=True)
+LATENT = replace(
+    sizes_of(128),
+    num_kv_heads=4,
+    head_dim=48,
+    rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    latent=LatentSizes(24, 40, 32, 16, 20),
+)
+
+
+def test_a_sliding_window_is_told_layer_by_layer(tmp_path: Path, tiny_verifier: Path) -> None:
+    for window, told in ((None, None), (100, ["sliding_attention"] * 2)):
+        sizes = replace(sizes_of(128), num_layers=2, sliding_window=window)
+        export(tmp_path / str(window), tiny_verifier, sizes=sizes)
+        config = json.loads((tmp_path / str(window) / CONFIG).read_text())
+        assert (config.get("sliding_window"), config.get("layer_types")) == (window, told)
+        assert load_draft(tmp_path / str(window))[0].sizes == sizes
+
+
+def test_latent_attention_is_told_as_the_server_reads_it(tmp_path: Path, tiny_verifier: Path) -> None:
+    export(tmp_path / "draft", tiny_verifier, sizes=replace(LATENT, num_layers=2))
+    config = json.loads((tmp_path / "draft" / CONFIG).read_text())
+    assert config["architectures"] == ["Eagle3DeepseekV2ForCausalLM"] and config["model_type"] == "deepseek_v2"
+    assert config["first_k_dense_replace"] == config["num_hidden_layers"] == 2 and "head_dim" not in config
+    assert {name: config[name] for name in asdict(LATENT.latent)} == asdict(LATENT.latent)
+    names = {name for name in load_file(tmp_path / "draft" / WEIGHTS) if ".self_attn." in name}
+    parts = ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
+    assert names == {f"layers.{layer}.self_attn.{part}.weight" for layer in (0, 1) for part in parts}
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        replace(sizes_of(128), num_layers=2, norm_before_fc=True, fc_norm=True, norm_output=True),
+        LATENT,
+    ],
+    ids=["heads", "latent"],
+)
+def test_a_draft_comes_back_equal(tmp_path: Path, tiny_verifier: Path, sizes: DraftSizes) -> None:
     model = export(tmp_path / "draft", tiny_verifier, sizes=sizes)
     loaded, vocabulary = load_draft(tmp_path / "draft")
     assert loaded.sizes == sizes and torch.equal(vocabulary.token_ids, TOKEN_IDS)

@@ -1,5 +1,6 @@
 """The chunked loss against the eager one."""
 
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -11,8 +12,8 @@ from eagle3.draft.loss import Kind, Objective, StepLosses, Targets, distill, ver
 STEPS, ROWS, TARGETS, HIDDEN, VOCAB = 3, 9, 11, 6, 17
 
 
-KL = Objective("forward_kl", 0.0)
-OBJECTIVES = [Objective(kind, share) for kind in get_args(Kind) for share in (0.0, 0.3, 1.0)]
+KL = Objective("forward_kl", 0.0, "renormalise")
+OBJECTIVES = [Objective(kind, share, "renormalise") for kind in get_args(Kind) for share in (0.0, 0.3, 1.0)]
 
 
 def eager_value(objective: Objective, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
@@ -40,7 +41,8 @@ def eager_distill(
         for place in range(len(targets.states)):
             if targets.counted[step, place]:
                 log_draft = (head @ normed[step, targets.source[step, place]]).log_softmax(-1)
-                total = total + eager_value(objective, log_target[place], log_draft)
+                if targets.taught[step, place]:
+                    total = total + eager_value(objective, log_target[place], log_draft)
                 agreed[step, place] = log_draft.argmax() == choices[place]
         sums.append(total)
     stacked = torch.stack(sums)
@@ -55,7 +57,8 @@ def random_case(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, Targets
 
     counted = torch.rand((STEPS, TARGETS), generator=generator) < 0.7
     source = torch.stack([torch.randperm(TARGETS, generator=generator) % ROWS for _ in range(STEPS)])
-    targets = Targets(normal(TARGETS, HIDDEN), normal(VOCAB, HIDDEN), source, counted, None)
+    taught = counted & (torch.rand((STEPS, TARGETS), generator=generator) < 0.8)
+    targets = Targets(normal(TARGETS, HIDDEN), normal(VOCAB, HIDDEN), source, counted, taught, None)
     weights = torch.tensor([0.5, 0.3, 0.1], dtype=dtype)
     return normal(STEPS, ROWS, HIDDEN).requires_grad_(), normal(VOCAB, HIDDEN).requires_grad_(), targets, weights
 
@@ -82,14 +85,14 @@ def test_a_draft_equal_to_the_verifier_has_no_loss_but_for_hard_labels() -> None
     _, head, targets, weights = random_case(torch.float64)
     rows = torch.arange(TARGETS).expand(STEPS, -1)
     normed = targets.states.expand(STEPS, -1, -1).clone().requires_grad_()
-    same = Targets(targets.states, head.detach(), rows, targets.counted, None)
+    same = replace(targets, head=head.detach(), source=rows)
     for objective in OBJECTIVES:
         result = distill(normed, head.detach(), same, weights, torch.float64, objective)
         certain = objective.kind == "hard_labels" and objective.acceptance_share < 1
         assert (result.loss > 0.01) if certain else result.loss.item() == pytest.approx(0, abs=1e-9), objective
         assert torch.equal(result.agreed, targets.counted)
     for kind in ("forward_kl", "reverse_kl"):
-        loss_value = distill(normed, head.detach(), same, weights, torch.float64, Objective(kind, 0.0)).loss
+        loss_value = distill(normed, head.detach(), same, weights, torch.float64, replace(KL, kind=kind)).loss
         assert torch.autograd.grad(loss_value, normed)[0].abs().max() < 1e-9
 
 
@@ -103,7 +106,8 @@ def test_without_gradients_the_numbers_are_the_same() -> None:
 
 def test_m05_nothing_counted_is_a_loss_of_zero() -> None:
     normed, head, targets, weights = random_case(torch.float32)
-    empty = Targets(targets.states, targets.head, targets.source, torch.zeros_like(targets.counted), None)
+    nothing = torch.zeros_like(targets.counted)
+    empty = replace(targets, counted=nothing, taught=nothing)
     result = distill(normed, head, empty, weights, torch.float32, KL)
     result.loss.backward()
     assert result.loss.item() == 0 and not normed.grad.any() and not result.agreed.any()
@@ -112,9 +116,9 @@ def test_m05_nothing_counted_is_a_loss_of_zero() -> None:
 def test_a_choice_outside_the_draft_vocabulary_is_a_miss() -> None:
     normed, head, targets, weights = random_case(torch.float64)
     best = torch.stack([(head @ row).argmax() for row in normed[0]])[targets.source[0]]
-    hit = Targets(targets.states, targets.head, targets.source, targets.counted, best)
+    hit = replace(targets, choices=best)
     assert torch.equal(distill(normed, head, hit, weights, torch.float64, KL).agreed[0], targets.counted[0])
-    outside = Targets(targets.states, targets.head, targets.source, targets.counted, torch.full_like(best, -1))
+    outside = replace(targets, choices=torch.full_like(best, -1))
     assert not distill(normed, head, outside, weights, torch.float64, KL).agreed.any()
 
 

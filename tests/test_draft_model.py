@@ -59,6 +59,7 @@ def test_sizes_may_be_others() -> None:
     assert DraftModel(sizes).layers[0].self_attn.o_proj.weight.shape == (256, 40)
     for change, told in (
         ({"num_kv_heads": 3}, r"4 heads .* do not share 3 .* set train\.num_kv_heads"),
+        ({"sliding_window": 2}, r"train\.sliding_window is 2, fewer tokens than train\.ttt_steps, 3"),
         ({"num_heads": 6}, r"width of 256 is no multiple of its 6 heads; set train\.num_heads"),
     ):
         with pytest.raises(ValueError, match=told):
@@ -71,11 +72,6 @@ def test_sizes_are_those_of_a_verifier_layer() -> None:
     assert sizes_of({**CONFIG, "rope_theta": 1e4}, max_positions=9000).max_position_embeddings == 9000
     nested = {"text_config": {**CONFIG, "rope_theta": 1e4}, "model_type": "vision"}
     assert sizes_of(nested) == sizes_of({**CONFIG, "rope_theta": 1e4})
-
-
-def test_an_mla_verifier_lends_its_width_only() -> None:
-    sizes = sizes_of({**CONFIG, "hidden_size": 7168, "num_attention_heads": 64, "kv_lora_rank": 512, "rope_theta": 5e4})
-    assert (sizes.num_heads, sizes.num_kv_heads, sizes.head_dim) == (56, 7, 128)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The fast unroll against a slow one that follows the serving engine's draft, document by document and row by row."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -7,12 +8,13 @@ import torch
 
 from eagle3.draft.attention import LayerMemory
 from eagle3.draft.data import Batch, build_batch
+from eagle3.draft.latent import LatentSizes
 from eagle3.draft.loss import Objective
 from eagle3.draft.model import DraftModel, DraftSizes, initialise
-from eagle3.draft.ttt import Teacher, empty_score, full_choices, score_batch, unroll
+from eagle3.draft.ttt import Teacher, empty_score, full_choices, reachable, score_batch, unroll
 from eagle3.shards import Sample
 
-KL = Objective("forward_kl", 0.0)
+KL = Objective("forward_kl", 0.0, "renormalise")
 HIDDEN, AUX, VOCAB, STEPS, EPS = 16, 3, 29, 3, 1e-5
 TOKEN_IDS = torch.tensor([0, 2, 3, 5, 8, 9, 11, 12, 17, 20, 21, 25, 28])
 SIZES = DraftSizes(
@@ -44,6 +46,12 @@ FORMS = {
         SIZES, num_layers=3, norm_before_residual=False, norm_before_fc=True, fc_norm=True, norm_output=True
     ),
     "no grouped heads": replace(SIZES, num_kv_heads=4),
+    "sliding window": replace(SIZES, sliding_window=3),
+    "sliding window, two layers": replace(SIZES, num_layers=2, sliding_window=5),
+    "latent": replace(SIZES, num_kv_heads=4, head_dim=10, latent=LatentSizes(6, 12, 6, 4, 5)),
+    "latent, two layers, straight queries": replace(
+        SIZES, num_layers=2, num_kv_heads=4, head_dim=8, fc_norm=True, latent=LatentSizes(None, 12, 2, 6, 11)
+    ),
 }
 
 
@@ -84,6 +92,9 @@ def make_samples(masks: list[str], dtype: torch.dtype) -> list[tuple[str, Sample
 MASKS = ["pppppgggggggg", "ppgggppggggpp", "gggg", "pppppppppppppggg"]
 
 
+KL_SKIP = replace(KL, out_of_vocabulary="skip")
+
+
 @dataclass
 class Reference:
     """What the slow form found, step by step: KL per counted (sample, row), and whether draft and verifier agree."""
@@ -96,8 +107,13 @@ class Reference:
         return torch.stack(terms).sum()
 
 
-def slow_reference(draft: DraftModel, teacher: Teacher, samples: list[tuple[str, Sample]]) -> Reference:
-    """Every row of every document at every step, one query at a time, with plain tensor arithmetic."""
+def slow_reference(
+    draft: DraftModel, teacher: Teacher, samples: list[tuple[str, Sample]], skip: bool = False
+) -> Reference:
+    """Every row of every document at every step, one query at a time, with plain tensor arithmetic.
+
+    skip: what a draft must say from its first token outside the vocabulary on is no loss.
+    """
     weights = dict(draft.named_parameters())
     reference = Reference([{} for _ in range(STEPS)], [{} for _ in range(STEPS)])
     for number, (_, sample) in enumerate(samples):
@@ -121,7 +137,9 @@ def slow_reference(draft: DraftModel, teacher: Teacher, samples: list[tuple[str,
                     target = teacher.lm_head @ norm(sample.last_hidden_states[row + 1 + step], teacher.norm)
                     wanted = target[TOKEN_IDS].log_softmax(0)
                     got = (weights["lm_head.weight"] @ normed).log_softmax(0)
-                    reference.kl[step][number, row] = (wanted.exp() * (wanted - got)).sum()
+                    said = ids[row + 2 : row + 3 + step]
+                    taught = not skip or bool(torch.isin(said, TOKEN_IDS).all())
+                    reference.kl[step][number, row] = (wanted.exp() * (wanted - got)).sum() * taught
                     reference.agreed[step][number, row] = bool(TOKEN_IDS[got.argmax()] == target.argmax())
     return reference
 
@@ -159,18 +177,56 @@ def slow_layer(
             residuals.append(state + residual)
             inputs.append(norm(residuals[-1], weight("input_layernorm")))
     for row, given in zip(live, inputs, strict=True):
-        key = rotated((weight("self_attn.k_proj") @ given).view(sizes.num_kv_heads, -1), row + step)
-        caches[step][layer].append((key, (weight("self_attn.v_proj") @ given).view(sizes.num_kv_heads, -1)))
+        caches[step][layer].append(key_and_value(sizes, weight, given, row + step))
     results: list[tuple[torch.Tensor, torch.Tensor | None]] = []
     for place, row in enumerate(live):
-        query = rotated((weight("self_attn.q_proj") @ inputs[place]).view(sizes.num_heads, -1), row + step)
-        seen = caches[0][layer][: row + 1] + [caches[later][layer][row] for later in range(1, step + 1)]
+        query = query_of(sizes, weight, inputs[place], row + step)
+        oldest = max(0, row + step + 1 - (sizes.sliding_window or row + step + 1))
+        seen = caches[0][layer][oldest : row + 1] + [caches[later][layer][row] for later in range(1, step + 1)]
         attended = attend(query, seen, sizes.num_heads // sizes.num_kv_heads)
         residual = residuals[place] + weight("self_attn.o_proj") @ attended
         inner = norm(residual, weight("post_attention_layernorm"))
         gate = torch.nn.functional.silu(weight("mlp.gate_proj") @ inner)
         results.append((weight("mlp.down_proj") @ (gate * (weight("mlp.up_proj") @ inner)), residual))
     return results
+
+
+Weight = Callable[[str], torch.Tensor]
+
+
+def key_and_value(
+    sizes: DraftSizes, weight: Weight, given: torch.Tensor, position: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    latent = sizes.latent
+    if latent is None:
+        key, value = ((weight(f"self_attn.{name}_proj") @ given).view(sizes.num_kv_heads, -1) for name in "kv")
+        return rotated(key, position), value
+    whole = weight("self_attn.kv_a_proj_with_mqa") @ given
+    narrow, shared = whole[: latent.kv_lora_rank], whole[latent.kv_lora_rank :]
+    wide = (weight("self_attn.kv_b_proj") @ norm(narrow, weight("self_attn.kv_a_layernorm"))).view(sizes.num_heads, -1)
+    keys = [torch.cat([head[: latent.qk_nope_head_dim], turned(shared, position)]) for head in wide]
+    return torch.stack(keys), wide[:, latent.qk_nope_head_dim :]
+
+
+def query_of(sizes: DraftSizes, weight: Weight, given: torch.Tensor, position: int) -> torch.Tensor:
+    latent = sizes.latent
+    if latent is not None and latent.q_lora_rank is not None:
+        narrow = norm(weight("self_attn.q_a_proj") @ given, weight("self_attn.q_a_layernorm"))
+        flat = weight("self_attn.q_b_proj") @ narrow
+    else:
+        flat = weight("self_attn.q_proj") @ given
+    heads = flat.view(sizes.num_heads, -1)
+    if latent is None:
+        return rotated(heads, position)
+    at = latent.qk_nope_head_dim
+    return torch.stack([torch.cat([head[:at], turned(head[at:], position)]) for head in heads])
+
+
+def turned(part: torch.Tensor, position: int) -> torch.Tensor:
+    """Neighbours as complex numbers, turned by their angles."""
+    angles = position * 100.0 ** -(torch.arange(len(part) // 2, dtype=torch.float32) * 2 / len(part))
+    turns = torch.polar(torch.ones_like(angles), angles)
+    return torch.view_as_real(torch.view_as_complex(part.view(-1, 2)) * turns).flatten().to(part.dtype)
 
 
 def attend(query: torch.Tensor, seen: list[tuple[torch.Tensor, torch.Tensor]], groups: int) -> torch.Tensor:
@@ -212,6 +268,36 @@ def test_loss_agreement_and_gradients_equal_the_slow_form(form: str, dtype: torc
         torch.testing.assert_close(
             gradient, wanted, atol=tolerance * scale, rtol=0, msg=lambda m, name=name: f"{name}: {m}"
         )
+
+
+def test_tokens_outside_the_vocabulary_end_what_a_row_teaches() -> None:
+    """out_of_vocabulary: skip changes the loss and its gradients alone."""
+    teacher = make_teacher(torch.float64)
+    draft, samples = make_draft(SIZES, teacher, torch.float64), make_samples(MASKS, torch.float64)
+    batch = build_batch(samples, STEPS)
+    weights = torch.tensor([0.8**k for k in range(STEPS)], dtype=torch.float64) / batch.counted.sum(1)
+    choices = full_choices(batch, teacher)
+    loss, score = score_batch(draft, batch, teacher, weights, choices, KL_SKIP)
+    expected = slow_reference(draft, teacher, samples, skip=True).loss(0.8)
+    torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
+    found = torch.autograd.grad(loss, [*draft.parameters()])
+    for gradient, wanted in zip(found, torch.autograd.grad(expected, [*draft.parameters()]), strict=True):
+        torch.testing.assert_close(gradient, wanted, atol=1e-5 * wanted.abs().max().item(), rtol=0)
+    all_loss, all_score = score_batch(draft, batch, teacher, weights, choices, KL)
+    assert 0 < loss < all_loss
+    assert replace(score, losses=[]) == replace(all_score, losses=[])
+
+
+def test_a_row_is_reachable_up_to_its_first_token_outside() -> None:
+    """Answer tokens in (i) and out (o) of the vocabulary; row r predicts the tokens r + 2, r + 3, r + 4."""
+    inside, outside = int(TOKEN_IDS[3]), 1
+    assert outside not in TOKEN_IDS
+    (name, sample) = make_samples(["pgggggg"], torch.float64)[0]
+    ids = torch.tensor([0, *(inside if letter == "i" else outside for letter in "oiioii")], dtype=torch.int32)
+    batch = build_batch([(name, replace(sample, input_ids=ids))], STEPS)
+    taught = reachable(batch, make_teacher(torch.float64).draft_ids)
+    rows = [sorted(batch.rows[batch.source[step, taught[step]]].tolist()) for step in range(STEPS)]
+    assert rows == [[0, 1, 3, 4], [0, 3], []]
 
 
 def test_prefix_agreement_needs_every_step_before() -> None:
@@ -321,4 +407,4 @@ def test_steps_are_rotated_as_the_server_rotates_them() -> None:
 
 
 def test_memory_starts_empty() -> None:
-    assert LayerMemory().context is None and LayerMemory().own == ()
+    assert LayerMemory(1.0, None).context is None and LayerMemory(1.0, None).own == ()

@@ -16,7 +16,7 @@ from eagle3.draft.vocab import DraftVocabulary
 from eagle3.draft.warm_start import read_checkpoint
 from eagle3.verifier import load_head, read_identity
 from tests.draft_runs import Run
-from tests.test_draft_export import TOKEN_IDS, export, sizes_of
+from tests.test_draft_export import LATENT, TOKEN_IDS, export, sizes_of
 from tests.test_draft_training import one_thread, run  # noqa: F401 - fixtures
 
 AUX = (2, 4, 5)
@@ -108,6 +108,7 @@ def edit(folder: Path, **changes: Any) -> None:
     ("changes", "told"),
     [
         ({"norm_before_residual": False}, "norm_before_residual: false; set train.norm_before_residual so"),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 64}, r"set train\.sliding_window: 64"),
         ({"norm_output": True}, "norm_output: true; set train.norm_output so"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}, r"set verifier\.aux_layer_ids: \[1, 2, 3\]"),
     ],
@@ -116,6 +117,23 @@ def test_what_computes_otherwise_is_refused(plain: tuple[Path, DraftModel], chan
     edit(plain[0], **changes)
     with pytest.raises(ValueError, match=told):
         read_checkpoint(plain[0]).fit(sizes_of(128), AUX)
+
+
+def test_latent_attention_goes_on_from_latent_attention(
+    plain: tuple[Path, DraftModel], tmp_path: Path, tiny_verifier: Path
+) -> None:
+    before = export(tmp_path / "latent", tiny_verifier, sizes=LATENT)
+    checkpoint = read_checkpoint(tmp_path / "latent")
+    assert checkpoint.fit(replace(LATENT, rope_parameters={}), AUX) == LATENT
+    draft = DraftModel(LATENT)
+    initialise(draft, torch.randn(len(TOKEN_IDS), 128), torch.randn(128), seed=3)
+    assert checkpoint.load_into(draft, DraftVocabulary(TOKEN_IDS, 640, 1.0)) == len(TOKEN_IDS)
+    for name, value in before.state_dict().items():
+        assert torch.equal(draft.state_dict()[name], value), name
+    with pytest.raises(ValueError, match=r"has latent attention; set train\.attention: latent"):
+        checkpoint.fit(sizes_of(128), AUX)
+    with pytest.raises(ValueError, match=r"has no latent attention; set train\.attention: heads"):
+        read_checkpoint(plain[0]).fit(LATENT, AUX)
 
 
 def test_another_form_is_refused_by_tensor(plain: tuple[Path, DraftModel], tiny_verifier: Path) -> None:

@@ -71,8 +71,8 @@ class Batch:
 
     aux_hidden_states [N, A*H]; context_ids int64 [N]: x_{i+1}; context_positions int64 [N]: i; documents: their context
     and query rows; rows int64 [R]: the query rows among the context rows; step_ids int64 [K, R]: x_{i+1+k};
-    target_states [U, H]: last_hidden_states at the target positions; source int64 [K, U]: the query row that predicts
-    target u at step k; counted bool [K, U].
+    target_states [U, H]: last_hidden_states at the target positions; target_ids int64 [U]: the tokens that came next;
+    source int64 [K, U]: the query row that predicts target u at step k; counted bool [K, U].
     """
 
     sample_ids: tuple[str, ...]
@@ -84,6 +84,7 @@ class Batch:
     rows: torch.Tensor
     step_ids: torch.Tensor
     target_states: torch.Tensor
+    target_ids: torch.Tensor
     source: torch.Tensor
     counted: torch.Tensor
 
@@ -97,6 +98,7 @@ class Batch:
             rows=self.rows.to(device),
             step_ids=self.step_ids.to(device),
             target_states=self.target_states.to(device),
+            target_ids=self.target_ids.to(device),
             source=self.source.to(device),
             counted=self.counted.to(device),
         )
@@ -205,7 +207,7 @@ def build_batch(samples: Sequence[tuple[str, Sample]], steps: int) -> Batch:
     """Pack samples (id, states) for K = `steps`. Samples without a counted row are left out; N, R and U may be 0."""
     contexts: list[torch.Tensor] = []
     parts: dict[str, list[torch.Tensor]] = {
-        name: [] for name in ("ids", "positions", "rows", "step_ids", "states", "source", "counted")
+        name: [] for name in ("ids", "positions", "rows", "step_ids", "states", "target_ids", "source", "counted")
     }
     documents: list[Document] = []
     start = queries = 0
@@ -221,6 +223,7 @@ def build_batch(samples: Sequence[tuple[str, Sample]], steps: int) -> Batch:
         parts["rows"].append(rows + start)
         parts["step_ids"].append(ids[ahead])
         parts["states"].append(sample.last_hidden_states[table.targets])
+        parts["target_ids"].append(ids[table.targets + 1])
         parts["source"].append(torch.where(table.counted, table.source - table.first + queries, queries))
         parts["counted"].append(table.counted)
         documents.append(Document(start, start + table.first, start + context))
@@ -236,6 +239,7 @@ def build_batch(samples: Sequence[tuple[str, Sample]], steps: int) -> Batch:
         rows=_join(parts["rows"], (0,)),
         step_ids=_join(parts["step_ids"], (steps, 0)),
         target_states=torch.cat(parts["states"]) if contexts else samples[0][1].last_hidden_states[:0],
+        target_ids=_join(parts["target_ids"], (0,)),
         source=_join(parts["source"], (steps, 0)),
         counted=_join(parts["counted"], (steps, 0)).bool(),
     )

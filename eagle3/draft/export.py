@@ -1,7 +1,8 @@
 """A trained draft as vLLM 0.32 loads it (plain EAGLE-3 format), and back.
 
-Contract: vllm/model_executor/models/llama_eagle3.py. `embed_tokens` is left out on purpose: vLLM then shares the
-verifier's. `lm_head` has rows of its own; `d2t` and `t2d` are there exactly when the draft vocabulary is the smaller.
+Contract: vllm/model_executor/models/llama_eagle3.py, or deepseek_eagle3.py for latent attention. `embed_tokens` is left
+out on purpose: vLLM then shares the verifier's. `lm_head` has rows of its own; `d2t` and `t2d` are there exactly when
+the draft vocabulary is the smaller.
 """
 
 import json
@@ -13,6 +14,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from eagle3.draft.latent import LatentSizes, latent_config
 from eagle3.draft.model import DraftModel, DraftSizes
 from eagle3.draft.vocab import DraftVocabulary, validate_mapping
 from eagle3.tables import new_folder
@@ -45,9 +47,21 @@ def export_draft(
 def draft_config(sizes: DraftSizes, verifier: VerifierIdentity, dtype: str, coverage: float) -> dict[str, Any]:
     """config.json: every flag is written, because vLLM's defaults differ between formats."""
     layer_ids = list(verifier.aux_layer_ids)
+    if sizes.latent is None:
+        attention: dict[str, Any] = {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "head_dim": sizes.head_dim,
+        }
+        if sizes.sliding_window is not None:
+            attention |= {
+                "layer_types": ["sliding_attention"] * sizes.num_layers,
+                "sliding_window": sizes.sliding_window,
+            }
+    else:
+        attention = latent_config(sizes.latent, sizes.num_layers)
     return {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
+        **attention,
         "dtype": dtype,
         "torch_dtype": dtype,
         "vocab_size": sizes.vocab_size,
@@ -58,7 +72,6 @@ def draft_config(sizes: DraftSizes, verifier: VerifierIdentity, dtype: str, cove
         "num_hidden_layers": sizes.num_layers,
         "num_attention_heads": sizes.num_heads,
         "num_key_value_heads": sizes.num_kv_heads,
-        "head_dim": sizes.head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": sizes.rms_norm_eps,
         "rope_parameters": sizes.rope_parameters,
@@ -93,7 +106,7 @@ def load_draft(folder: Path) -> tuple[DraftModel, DraftVocabulary]:
     try:
         own = json.loads((folder / CONFIG).read_text())[OWN_SECTION]
         tensors = load_file(folder / WEIGHTS)
-        sizes = DraftSizes(**own["sizes"])
+        sizes = _read_sizes(own["sizes"])
         coverage = float(own["draft_vocab_coverage"])
     except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
         raise ValueError(f"{folder}: not a draft that this pipeline exported ({error!r})") from None
@@ -102,6 +115,11 @@ def load_draft(folder: Path) -> tuple[DraftModel, DraftVocabulary]:
     _check_names(folder, model.state_dict(), tensors)
     model.load_state_dict({name: value.float() for name, value in tensors.items()})
     return model, vocabulary
+
+
+def _read_sizes(fields: dict[str, Any]) -> DraftSizes:
+    latent = fields.get("latent")
+    return DraftSizes(**{**fields, "latent": LatentSizes(**latent) if latent else None})
 
 
 def _load_vocabulary(

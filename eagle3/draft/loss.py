@@ -1,6 +1,7 @@
 """Loss and agreement of all steps: how far the draft is from the verifier over the draft vocabulary.
 
-With p the verifier's distribution and q the draft's, in nats but for the last:
+With p the verifier's distribution (its logits outside the draft vocabulary left out, so that p sums to 1 over it) and q
+the draft's, in nats but for the last:
 
     forward_kl       sum p log(p / q)           soft cross-entropy, less what no draft can change
     hard_labels      -log q(first choice of p)
@@ -23,14 +24,24 @@ from torch.nn import functional
 
 CHUNK = 256
 Kind = Literal["forward_kl", "hard_labels", "reverse_kl", "total_variation"]
+OutOfVocabulary = Literal["renormalise", "skip"]
 
 
 @dataclass(frozen=True)
 class Objective:
-    """(1 - acceptance_share) * the loss named `kind` + acceptance_share * total_variation."""
+    """(1 - acceptance_share) * the loss named `kind` + acceptance_share * total_variation.
+
+    out_of_vocabulary: what teaches where the verifier's token is one that the draft cannot propose.
+
+    renormalise: every counted position, with the verifier's distribution over the draft vocabulary.
+    skip: not the positions whose token is outside, and not those later in the same row, which are never reached when
+        serving: a draft is judged up to its first rejected token. They add nothing to the loss, but they stay counted:
+        in its divisor, and as misses of the agreement.
+    """
 
     kind: Kind
     acceptance_share: float
+    out_of_vocabulary: OutOfVocabulary
 
 
 @dataclass(frozen=True)
@@ -39,6 +50,7 @@ class Targets:
 
     states [U, H]: verifier states after the final norm. head [D, H]: the verifier's rows of the draft vocabulary.
     source int64 [K, U]: the query row that predicts target u at step k. counted bool [K, U]: whether it counts.
+    taught bool [K, U]: whether it adds to the loss; only where it counts.
     choices int64 [U]: draft id of the verifier's first choice, -1 outside the draft vocabulary; None = the first choice
     within the draft vocabulary.
     """
@@ -47,6 +59,7 @@ class Targets:
     head: torch.Tensor
     source: torch.Tensor
     counted: torch.Tensor
+    taught: torch.Tensor
     choices: torch.Tensor | None
 
 
@@ -142,13 +155,13 @@ def _by_chunks(
         verifier = _Verifier(p, log_p, p.argmax(-1), _row_dot(p, log_p))
         choices = verifier.choice if targets.choices is None else targets.choices[part]
         for step, states in enumerate(normed):
-            counted, rows = targets.counted[step, part], targets.source[step, part]
+            rows, counted, taught = (tensor[step, part] for tensor in (targets.source, targets.counted, targets.taught))
             inputs = states[rows].to(dtype)
             log_q = functional.linear(inputs, draft_head).to(wide).log_softmax(-1)
-            sums[step] += (_values(objective, verifier, log_q) * counted).sum()
+            sums[step] += (_values(objective, verifier, log_q) * taught).sum()
             agreed[step, part] = (log_q.argmax(-1) == choices) & counted
             if grad_normed is not None:
-                grad = _gradient(objective, verifier, log_q).mul_((counted * weights[step])[:, None]).to(dtype)
+                grad = _gradient(objective, verifier, log_q).mul_((taught * weights[step])[:, None]).to(dtype)
                 grad_normed[step].index_add_(0, rows, (grad @ draft_head).to(grad_normed.dtype))
                 if grad_head is not None:
                     grad_head += grad.T @ inputs

@@ -1,4 +1,4 @@
-"""One step of an EAGLE-3 draft, as vLLM serves it (vllm/model_executor/models/llama_eagle3.py).
+"""One step of an EAGLE-3 draft, as vLLM serves it (vllm/model_executor/models/llama_eagle3.py, deepseek_eagle3.py).
 
 Parameter names are the tensor names of the export. Weights stay float32; matrix products run in `compute_dtype`, the
 residual stream, the norms and the rotation in float32.
@@ -17,12 +17,24 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from eagle3.draft.attention import Document, LayerMemory
+from eagle3.draft.latent import (
+    LatentAttention,
+    LatentSizes,
+    choose_latent_sizes,
+    latent_rope_parameters,
+    latent_scale,
+)
+from eagle3.draft.layers import Linear, RMSNorm, rotate, widen
 from eagle3.params import TrainParams
 
 
 @dataclass(frozen=True)
 class DraftSizes:
-    """Everything that determines the draft's form; `rope_parameters` as transformers 5 keeps them."""
+    """Everything that determines the draft's form; `rope_parameters` as transformers 5 keeps them.
+
+    latent: None = grouped heads of head_dim, num_kv_heads for keys and values; else num_kv_heads is num_heads, and
+    head_dim the width of queries and keys. sliding_window: of all layers; None = they see everything.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -40,15 +52,16 @@ class DraftSizes:
     norm_before_fc: bool
     fc_norm: bool
     norm_output: bool
+    latent: LatentSizes | None = None
+    sliding_window: int | None = None
 
 
 def choose_sizes(
     verifier_config: dict[str, Any], num_aux_layers: int, draft_vocab_size: int, max_positions: int, params: TrainParams
 ) -> DraftSizes:
-    """The draft's form from the verifier's config.json: one of the verifier's layers, in Llama form, but for params.
+    """The draft's form from the verifier's config.json: one of the verifier's layers, dense, but for params.
 
-    A verifier whose attention is not in Llama form (MLA) lends its width only; heads of 128 (or 64) are used then.
-    Raises ValueError that names a field which is missing, or head counts that do not go together.
+    Raises ValueError that names a field which is missing, or settings that do not go together.
     """
     config = {**verifier_config, **verifier_config.get("text_config", {})}
     absent = [
@@ -56,19 +69,21 @@ def choose_sizes(
     ]
     if absent:
         raise ValueError(f"the verifier's config.json has no {', '.join(absent)}: the draft takes its sizes from there")
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    head_dim = config.get("head_dim") or hidden // heads
-    kv_heads = config.get("num_key_value_heads") or heads
-    if "kv_lora_rank" in config:
-        head_dim = 128 if hidden % 128 == 0 else 64
-        heads = hidden // head_dim
-        kv_heads = max(1, heads // 8) if heads % 8 == 0 else heads
-    head_dim, heads = params.head_dim or head_dim, params.num_heads or heads
-    kv_heads = params.num_kv_heads or min(kv_heads, heads)
-    if hidden % heads:  # transformers' Llama config wants it so, and vLLM reads the draft's with it
+    hidden = config["hidden_size"]
+    kind = params.attention or ("latent" if config.get("kv_lora_rank") else "heads")
+    latent = None
+    if kind == "latent":
+        latent = _choose_latent(config, params)
+        heads = kv_heads = params.num_heads or config["num_attention_heads"]
+        head_dim = latent.qk_head_dim
+    else:
+        heads, kv_heads, head_dim = _choose_heads(config, params)
+    if hidden % heads:  # transformers' configs want it so, and vLLM reads the draft's with them
         raise ValueError(f"the draft's width of {hidden} is no multiple of its {heads} heads; set train.num_heads")
-    if heads % kv_heads:
-        raise ValueError(f"{heads} heads of the draft do not share {kv_heads} key-value heads; set train.num_kv_heads")
+    if params.sliding_window is not None and params.sliding_window < params.ttt_steps:
+        raise ValueError(
+            f"train.sliding_window is {params.sliding_window}, fewer tokens than train.ttt_steps, {params.ttt_steps}"
+        )
     positions = max(config.get("max_position_embeddings", 0), max_positions)
     return DraftSizes(
         hidden_size=hidden,
@@ -82,12 +97,43 @@ def choose_sizes(
         draft_vocab_size=draft_vocab_size,
         max_position_embeddings=positions,
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope_parameters=_rope_parameters(config, head_dim, positions),
+        rope_parameters=_rope_parameters(config, latent.qk_rope_head_dim if latent else head_dim, positions),
         norm_before_residual=params.norm_before_residual,
         norm_before_fc=params.norm_before_fc,
         fc_norm=params.fc_norm,
         norm_output=params.norm_output,
+        latent=latent,
+        sliding_window=params.sliding_window,
     )
+
+
+def _choose_heads(config: dict[str, Any], params: TrainParams) -> tuple[int, int, int]:
+    """Heads, key-value heads and their width; heads of 128 (or 64) for a verifier with latent attention."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    head_dim = config.get("head_dim") or hidden // heads
+    kv_heads = config.get("num_key_value_heads") or heads
+    if config.get("kv_lora_rank"):
+        head_dim = 128 if hidden % 128 == 0 else 64
+        heads = hidden // head_dim
+        kv_heads = max(1, heads // 8) if heads % 8 == 0 else heads
+    heads = params.num_heads or heads
+    kv_heads = params.num_kv_heads or min(kv_heads, heads)
+    if heads % kv_heads:
+        raise ValueError(f"{heads} heads of the draft do not share {kv_heads} key-value heads; set train.num_kv_heads")
+    return heads, kv_heads, params.head_dim or head_dim
+
+
+def _choose_latent(config: dict[str, Any], params: TrainParams) -> LatentSizes:
+    """Raises ValueError for a setting that latent attention, or what vLLM serves of it, does not have."""
+    for name in ("num_kv_heads", "head_dim", "sliding_window"):
+        if getattr(params, name) is not None:
+            raise ValueError(f"train.{name} is for train.attention: heads; leave it null for latent attention")
+    if params.norm_before_fc:
+        raise ValueError(
+            "vLLM serves no draft with latent attention and norm_before_fc; set train.norm_before_fc: false "
+            "(train.fc_norm is served)"
+        )
+    return choose_latent_sizes(config, params)
 
 
 class DraftModel(nn.Module):
@@ -107,7 +153,7 @@ class DraftModel(nn.Module):
         self.layers = nn.ModuleList(DraftLayer(sizes, first=index == 0) for index in range(sizes.num_layers))
         self.norm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
         self.lm_head = Linear(sizes.hidden_size, sizes.draft_vocab_size)
-        self.rotary = LlamaRotaryEmbedding(_llama_config(sizes))
+        self.rotary = LlamaRotaryEmbedding(_rotary_config(sizes))
 
     def combine(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
         """Verifier states [N, A*H] to the state that step 0 reads [N, H]."""
@@ -117,11 +163,19 @@ class DraftModel(nn.Module):
         if self.fc_norm is not None:
             chunks = states.chunk(self.sizes.num_aux_layers, dim=-1)
             states = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
-        return _wide(self.fc(states, self.compute_dtype))
+        return widen(self.fc(states, self.compute_dtype))
+
+    def memories(self) -> list[LayerMemory]:
+        """Empty ones, one per layer, for one unroll."""
+        sizes = self.sizes
+        scale = latent_scale(sizes.latent, sizes.rope_parameters) if sizes.latent else sizes.head_dim**-0.5
+        return [LayerMemory(scale, sizes.sliding_window) for _ in self.layers]
 
     def rotation(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine [N, 1, d] of rows at these positions [N]."""
+        """Cosine and sine [N, 1, d] of rows at these positions [N], laid out as the draft's attention rotates."""
         cos, sin = self.rotary(positions.new_empty(0, dtype=torch.float32), positions[None])
+        if self.sizes.latent is not None:
+            cos, sin = (half.chunk(2, dim=-1)[0].repeat_interleave(2, dim=-1) for half in (cos, sin))
         return cos[0][:, None], sin[0][:, None]
 
     def forward(
@@ -155,7 +209,7 @@ class DraftModel(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    """A Llama decoder layer; the first one reads embedding and state side by side."""
+    """A decoder layer with a dense MLP; the first one reads embedding and state side by side."""
 
     def __init__(self, sizes: DraftSizes, first: bool):
         super().__init__()
@@ -163,7 +217,12 @@ class DraftLayer(nn.Module):
         self.norm_before_residual = sizes.norm_before_residual
         self.hidden_norm = RMSNorm(hidden, eps) if first else None
         self.input_layernorm = RMSNorm(hidden, eps)
-        self.self_attn = DraftAttention(sizes, 2 * hidden if first else hidden)
+        width = 2 * hidden if first else hidden
+        self.self_attn = (
+            LatentAttention(sizes.latent, sizes.num_heads, hidden, width, eps)
+            if sizes.latent
+            else DraftAttention(sizes, width)
+        )
         self.post_attention_layernorm = RMSNorm(hidden, eps)
         self.mlp = DraftMLP(sizes)
 
@@ -189,7 +248,7 @@ class DraftLayer(nn.Module):
             inputs = self.input_layernorm(residual)
         attended = self.self_attn(inputs, rotation, memory, documents, rows, dtype)
         residual = attended + (residual if rows is None else residual[rows])
-        return _wide(self.mlp(self.post_attention_layernorm(residual), dtype)), residual
+        return widen(self.mlp(self.post_attention_layernorm(residual), dtype)), residual
 
 
 class DraftAttention(nn.Module):
@@ -220,7 +279,7 @@ class DraftAttention(nn.Module):
         if rows is not None:
             inputs, cos, sin = inputs[rows], cos[rows], sin[rows]
         query = rotate(self._heads(self.q_proj(inputs, dtype)), cos, sin)
-        return _wide(self.o_proj(memory.attend(query, key, value, documents).flatten(1), dtype))
+        return widen(self.o_proj(memory.attend(query, key, value, documents).flatten(1), dtype))
 
     def _heads(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.view(len(tensor), tensor.shape[-1] // self.head_dim, self.head_dim)
@@ -243,45 +302,6 @@ class DraftMLP(nn.Module):
         return result
 
 
-class Linear(nn.Module):
-    """A weight [out, in] without bias, cast to the dtype of the product at each use."""
-
-    def __init__(self, width: int, height: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(height, width))
-
-    def forward(self, inputs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """[N, in] to [N, out] in `dtype`."""
-        return functional.linear(inputs.to(dtype), self.weight.to(dtype))
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm, in float32 or wider."""
-
-    def __init__(self, width: int, eps: float):
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """[.., width] to [.., width]."""
-        return rms_norm(states, self.weight, self.eps)
-
-
-def rms_norm(states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """weight * states / rms(states), computed in float32 or wider."""
-    wide = _wide(states)
-    return functional.rms_norm(wide, wide.shape[-1:], weight.to(wide.dtype), eps)
-
-
-def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary positions, halves rotated (as Llama). heads [N, h, d], cos and sin [N, 1, d]; computed in float32."""
-    wide = _wide(heads)
-    left, right = wide.chunk(2, dim=-1)
-    rotated = wide * cos + torch.cat([-right, left], dim=-1) * sin
-    return rotated.to(heads.dtype)
-
-
 @torch.no_grad()
 def initialise(model: DraftModel, head: torch.Tensor, norm: torch.Tensor, seed: int, spread: float = 0.02) -> None:
     """Draft head [D, H] and final norm [H] from the verifier, the rest normal with standard deviation `spread`.
@@ -298,11 +318,6 @@ def initialise(model: DraftModel, head: torch.Tensor, norm: torch.Tensor, seed: 
     model.norm.weight.copy_(norm)
 
 
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """At least float32."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
 def _rope_parameters(config: dict[str, Any], head_dim: int, positions: int) -> dict[str, Any]:
     """Rotary parameters in transformers 5's layout, from it or from the older `rope_theta` and `rope_scaling`."""
     fields = {
@@ -315,12 +330,10 @@ def _rope_parameters(config: dict[str, Any], head_dim: int, positions: int) -> d
     return dict(llama.rope_parameters)
 
 
-def _llama_config(sizes: DraftSizes) -> LlamaConfig:
+def _rotary_config(sizes: DraftSizes) -> LlamaConfig:
+    rope = sizes.rope_parameters
     return LlamaConfig(
-        hidden_size=sizes.hidden_size,
-        num_attention_heads=sizes.num_heads,
-        num_key_value_heads=sizes.num_kv_heads,
-        head_dim=sizes.head_dim,
+        head_dim=sizes.latent.qk_rope_head_dim if sizes.latent else sizes.head_dim,
         max_position_embeddings=sizes.max_position_embeddings,
-        rope_parameters=dict(sizes.rope_parameters),
+        rope_parameters=latent_rope_parameters(rope) if sizes.latent else dict(rope),
     )

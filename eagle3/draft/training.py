@@ -182,7 +182,7 @@ class Trainer:
         self.trained = {name: value for name, value in self.draft.named_parameters() if value.requires_grad}
         self.optimiser = make_optimiser(list(self.trained.values()), params)
         self.schedule = make_schedule(corpus.train, params)
-        self.objective = Objective(params.loss, params.acceptance_share)
+        self.objective = Objective(params.loss, params.acceptance_share, params.out_of_vocabulary)
         self.decay = [params.ttt_loss_decay**step for step in range(params.ttt_steps)]
         self.state = TrainingState()
         self._choices: list[torch.Tensor] = []  # the verifier's first choices on each validation batch, once known

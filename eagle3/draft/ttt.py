@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from eagle3.draft.attention import LayerMemory
 from eagle3.draft.data import Batch
+from eagle3.draft.layers import rms_norm
 from eagle3.draft.loss import Objective, Targets, distill, verifier_choices
-from eagle3.draft.model import DraftModel, rms_norm
+from eagle3.draft.model import DraftModel
 from eagle3.draft.vocab import DraftVocabulary
 from eagle3.verifier import HeadWeights
 
@@ -99,7 +99,7 @@ def make_teacher(head: HeadWeights, vocabulary: DraftVocabulary, device: torch.d
 
 def unroll(draft: DraftModel, batch: Batch, embed_tokens: torch.Tensor) -> torch.Tensor:
     """What the draft head reads at every step: [K, R, H]."""
-    memories = [LayerMemory() for _ in draft.layers]
+    memories = draft.memories()
     state = draft.combine(batch.aux_hidden_states)
     embeds = embed_tokens[batch.context_ids].float()
     normed, state = draft(embeds, state, batch.context_positions, memories, batch.documents, batch.rows)
@@ -127,7 +127,8 @@ def score_batch(
     """
     normed = unroll(draft, batch, teacher.embed_tokens)
     states = rms_norm(batch.target_states, teacher.norm, teacher.rms_norm_eps)
-    targets = Targets(states, teacher.draft_head, batch.source, batch.counted, choices)
+    taught = reachable(batch, teacher.draft_ids) if objective.out_of_vocabulary == "skip" else batch.counted
+    targets = Targets(states, teacher.draft_head, batch.source, batch.counted, taught, choices)
     losses = distill(normed, draft.lm_head.weight, targets, weights, draft.compute_dtype, objective)
     return losses.loss, _summarise(batch, losses.sums, losses.agreed)
 
@@ -136,6 +137,20 @@ def full_choices(batch: Batch, teacher: Teacher) -> torch.Tensor:
     """Draft ids (or -1) of the verifier's first choices over its full vocabulary, int64 [U]."""
     states = rms_norm(batch.target_states, teacher.norm, teacher.rms_norm_eps)
     return verifier_choices(states, teacher.lm_head, teacher.draft_ids)
+
+
+def reachable(batch: Batch, draft_ids: torch.Tensor) -> torch.Tensor:
+    """bool [K, U]: the counted positions whose token, and all those before it in the same row, the draft can propose.
+
+    draft_ids int64 [V], -1 for a token outside the draft vocabulary.
+    """
+    inside = draft_ids[batch.target_ids] >= 0
+    reached = torch.ones(len(batch.rows), dtype=torch.bool, device=inside.device)
+    found = []
+    for counted, source in zip(batch.counted, batch.source, strict=True):
+        found.append(counted & inside & reached[source])
+        reached = reached.index_fill(0, source[counted & ~inside], False)
+    return torch.stack(found)
 
 
 def _summarise(batch: Batch, sums: torch.Tensor, agreed: torch.Tensor) -> Score:

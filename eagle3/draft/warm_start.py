@@ -31,6 +31,7 @@ class Checkpoint:
     digest: str
     config: dict[str, Any]
     flags: dict[str, bool]
+    sliding_window: int | None
     rope_parameters: dict[str, Any] | None
     tensors: dict[str, torch.Tensor]
     token_ids: torch.Tensor
@@ -40,11 +41,22 @@ class Checkpoint:
 
         Raises ValueError when the checkpoint reads other layers, or computes otherwise than params.yaml says.
         """
+        latent = any(name.endswith("kv_a_proj_with_mqa.weight") for name in self.tensors)
+        if latent != (sizes.latent is not None):
+            raise ValueError(
+                f"train.warm_start: {self.folder} has {'latent' if latent else 'no latent'} attention; "
+                f"set train.attention: {'latent' if latent else 'heads'}"
+            )
         told = self.config.get("eagle_aux_hidden_state_layer_ids")
         if told is not None and tuple(told) != aux_layer_ids:
             raise ValueError(
                 f"train.warm_start: {self.folder} reads the states of layers {list(told)}, the recorded ones are of "
                 f"{list(aux_layer_ids)}; set verifier.aux_layer_ids: {list(told)}"
+            )
+        if self.sliding_window != sizes.sliding_window:
+            raise ValueError(
+                f"train.warm_start: {self.folder} has a sliding window of {self.sliding_window or 'any length'}; "
+                f"set train.sliding_window: {self.sliding_window or 'null'}"
             )
         for name, value in self.flags.items():
             if value != getattr(sizes, name):
@@ -101,6 +113,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         own = {**config.get("eagle_config", {}), **config}
         flags = {name: bool(own.get(name, defaults[speculators])) for name, defaults in FLAGS.items()}
         rope = _rope_parameters(layer)
+        window = layer["sliding_window"] if "sliding_attention" in (layer.get("layer_types") or ()) else None
     except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"train.warm_start: {folder} is no EAGLE-3 checkpoint ({error!r})") from None
     files = sorted(folder.glob("*.safetensors"))
@@ -117,7 +130,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     token_ids = _token_ids(folder, tensors)
     learnt = {name: value for name, value in tensors.items() if not name.startswith(ELSEWHERE)}
     told = digest([digest_file(path) for path in (folder / CONFIG, *files)])
-    return Checkpoint(folder, told, own, flags, rope, learnt, token_ids)
+    return Checkpoint(folder, told, own, flags, window, rope, learnt, token_ids)
 
 
 def _our_name(name: str) -> str:

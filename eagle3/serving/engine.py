@@ -68,8 +68,10 @@ def in_process_environment(engine: EngineParams) -> dict[str, str]:
     return environment
 
 
-def engine_arguments(verifier: VerifierParams, engine: EngineParams, folder: Path) -> dict[str, Any]:
-    """Arguments of vllm.EngineArgs (and, dashed, of the server) for the verifier in `folder`.
+def engine_arguments(
+    verifier: VerifierParams, engine: EngineParams, folder: Path, draft: Path | None = None
+) -> dict[str, Any]:
+    """Arguments of vllm.EngineArgs (and, dashed, of the server) for the verifier in `folder`, with this draft or none.
 
     Raises ValueError when engine.extra_args names a setting that has a key of its own.
     """
@@ -90,7 +92,8 @@ def engine_arguments(verifier: VerifierParams, engine: EngineParams, folder: Pat
         arguments["kv_cache_memory_bytes"] = int(engine.cpu_kv_cache_gib * GIB)
         if engine.tensor_parallel_size == 1 and "distributed_executor_backend" not in engine.extra_args:
             arguments["distributed_executor_backend"] = "uni"
-        if has_latent_attention(folder) and "compilation_config" not in engine.extra_args:
+        latent = has_latent_attention(folder) or (draft is not None and has_latent_attention(draft))
+        if latent and "compilation_config" not in engine.extra_args:
             arguments["compilation_config"] = LATENT_ON_CPU
     if taken := sorted(arguments.keys() & engine.extra_args.keys()):
         raise ValueError(f"engine.extra_args: {', '.join(taken)} is already set from params.yaml; remove it there")

@@ -31,7 +31,7 @@ class Decoder:
         num_speculative_tokens: int,
     ):
         self.arm = "plain" if draft is None else "draft"
-        arguments = engine_arguments(verifier, engine, folder)
+        arguments = engine_arguments(verifier, engine, folder, draft)
         if draft is not None:
             arguments["speculative_config"] = {
                 "method": "eagle3",

@@ -14,28 +14,30 @@ from tests.e2e.test_speculative import DEFAULT, ENGINE, STEPS, make_draft, promp
 pytestmark = pytest.mark.slow
 
 FORMS: dict[str, tuple[dict[str, Any], list[int] | None, int]] = {
+    "latent": ({"num_layers": 2, "fc_norm": True, "norm_output": True}, None, 5),
     "norms": ({"norm_before_residual": False, "fc_norm": True, "norm_output": True, "num_layers": 2}, None, 5),
     "sizes": (
         {"norm_before_fc": True, "intermediate_size": 96, "num_heads": 8, "num_kv_heads": 4, "freeze_lm_head": False},
         [1, 2, 3, 4, 5],
         0,
     ),
-    "one_layer_read": ({"num_layers": 4, "head_dim": 64}, [4], 3),
+    "one_layer_read": ({"num_layers": 4, "head_dim": 64, "sliding_window": 6}, [4], 3),
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_vllm_drafts_what_our_own_draft_proposes(tiny_verifier: Path, tmp_path: Path, form: str) -> None:
+def test_vllm_drafts_what_our_own_draft_proposes(request: pytest.FixtureRequest, tmp_path: Path, form: str) -> None:
     changes, aux_layer_ids, every = FORMS[form]
+    folder: Path = request.getfixturevalue("tiny_kimi" if form == "latent" else "tiny_verifier")
     train = DEFAULT.train.model_copy(update=changes)
-    draft = make_draft(tiny_verifier, tmp_path / "draft", train, aux_layer_ids, every)
-    asked, own = prompts(tiny_verifier, 8), DEFAULT.evaluate.model_copy(update={"max_new_tokens": 24})
-    verifier = verifier_params(tiny_verifier, aux_layer_ids)
-    with Decoder(verifier, ENGINE, tiny_verifier, draft, STEPS) as decoder:
+    draft = make_draft(folder, tmp_path / "draft", train, aux_layer_ids, every)
+    asked, own = prompts(folder, 8), DEFAULT.evaluate.model_copy(update={"max_new_tokens": 24})
+    verifier = verifier_params(folder, aux_layer_ids)
+    with Decoder(verifier, ENGINE, folder, draft, STEPS) as decoder:
         decoder.wait_until_ready()
         answers = decoder.decode(asked, [sampling_fields(own, prompt, 100) for prompt in asked], 0)
     layers = identify_verifier(verifier, DEFAULT.reasoning).aux_layer_ids
-    same = equal_drafts(tiny_verifier, draft, answers, layers, STEPS)
+    same = equal_drafts(folder, draft, answers, layers, STEPS)
     assert same[0][1] > 50
     for place, (equal, compared) in enumerate(same):
         assert equal / compared >= 0.99, f"position {place + 1}: {equal} of {compared}"

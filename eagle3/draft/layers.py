@@ -1,0 +1,59 @@
+"""What every layer of a draft is built from: linear maps, norms, rotary positions.
+
+Weights stay float32; matrix products run in the dtype that is asked for, norms and rotations in float32.
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+
+class Linear(nn.Module):
+    """A weight [out, in] without bias, cast to the dtype of the product at each use."""
+
+    def __init__(self, width: int, height: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(height, width))
+
+    def forward(self, inputs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """[N, in] to [N, out] in `dtype`."""
+        return functional.linear(inputs.to(dtype), self.weight.to(dtype))
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm, in float32 or wider."""
+
+    def __init__(self, width: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """[.., width] to [.., width]."""
+        return rms_norm(states, self.weight, self.eps)
+
+
+def rms_norm(states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """weight * states / rms(states), computed in float32 or wider."""
+    wide = widen(states)
+    return functional.rms_norm(wide, wide.shape[-1:], weight.to(wide.dtype), eps)
+
+
+def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary positions, halves rotated (as Llama). heads [N, h, d], cos and sin [N, 1, d]; computed in float32."""
+    wide = widen(heads)
+    left, right = wide.chunk(2, dim=-1)
+    rotated = wide * cos + torch.cat([-right, left], dim=-1) * sin
+    return rotated.to(heads.dtype)
+
+
+def rotate_pairs(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary positions, neighbours rotated (as DeepSeek). heads [N, h, d], cos and sin [N, 1, d], each value twice."""
+    wide = widen(heads)
+    rotated = wide * cos + torch.stack([-wide[..., 1::2], wide[..., ::2]], dim=-1).flatten(-2) * sin
+    return rotated.to(heads.dtype)
+
+
+def widen(tensor: torch.Tensor) -> torch.Tensor:
+    """At least float32."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
