@@ -9,7 +9,6 @@ Letters: N context rows (keys of step 0), R query rows, h query heads, g key-val
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -31,13 +30,16 @@ class Document(NamedTuple):
     end: int
 
 
-@dataclass
 class LayerMemory:
     """Keys and values of one layer during one unroll: those of step 0 [N, g, d], and of later steps each row's own
-    [R, g, d]."""
+    [R, g, d].
 
-    context: tuple[torch.Tensor, torch.Tensor] | None = None
-    own: tuple[torch.Tensor, ...] = ()
+    It is no dataclass: FSDP hands a module copies of those that hold gradients, and this one is to be remembered.
+    """
+
+    def __init__(self) -> None:
+        self.context: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.own: tuple[torch.Tensor, ...] = ()
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Sequence[Document]
@@ -77,7 +79,7 @@ class _Attention(torch.autograd.Function):
         value: torch.Tensor,
         *own: torch.Tensor,
     ) -> torch.Tensor:
-        backend = choose_backend(query)
+        backend = choose_backend(query) if documents else CpuFlashBackend()  # which asks no kernel for nothing
         outputs, sums = backend.forward(query, key, value, documents)
         scores = [_own_scores(query, own_key) for own_key in own[::2]]
         total = torch.logsumexp(torch.stack([*sums, *scores]), dim=0)
