@@ -23,7 +23,7 @@ from eagle3.draft.training import Trainer, make_schedule
 from eagle3.params import load_params
 from eagle3.verifier import read_identity
 from stages.check import check_together
-from tests.draft_data import Text, make_states
+from tests.draft_data import Text, make_states, random_texts
 from tests.draft_runs import PARAMS, ROOT, SETTINGS, Run, checkpoints, wait_until
 from tests.forked_stages import Stage, gone
 
@@ -47,18 +47,6 @@ def uneven(tiny_verifier: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
         texts.append(Text(f"silent-{number}", "train", ids, [place in {20, 90} for place in range(128)]))
     make_states(tiny_verifier, root, texts)
     return root
-
-
-def random_texts(count: int) -> list[Text]:
-    """Samples of any tokens; the last four are for validation."""
-    generator = torch.Generator().manual_seed(0)
-    texts = []
-    for number in range(count):
-        prompt, length = 6 + number % 9, 24 + number % 11
-        ids = torch.randint(3, 500, (length,), generator=generator).tolist()
-        split = "validation" if number >= count - 4 else "train"
-        texts.append(Text(f"sample-{number:04d}", split, ids, [place >= prompt for place in range(length)]))
-    return texts
 
 
 @pytest.fixture
@@ -241,11 +229,11 @@ def test_an_error_in_one_process_ends_all(run: Run, tmp_path: Path, uneven: Path
     assert "sample silent-1 has states that are not finite" in said
 
 
-@pytest.mark.parametrize("sharding", ["none", "fsdp"])
-def test_killed_interrupted_and_gone_on(run: Run, monkeypatch: pytest.MonkeyPatch, sharding: str) -> None:
+@pytest.mark.parametrize(("sharding", "epochs"), [("none", 24), ("fsdp", 8)])  # the steps of the latter take longer
+def test_killed_interrupted_and_gone_on(run: Run, monkeypatch: pytest.MonkeyPatch, sharding: str, epochs: int) -> None:
     """A worker is killed, then the stage, then both are interrupted: each time all end, and the next run goes on,
     to the same bits."""
-    changes = TOGETHER | {"epochs": 24, "sharding": sharding}
+    changes = TOGETHER | {"epochs": epochs, "sharding": sharding}
     whole = Undisturbed(run, monkeypatch, **changes)
     run.write_params(changes)
 

@@ -25,8 +25,10 @@ def shard(root: nn.Module, draft: DraftModel, processes: Processes) -> None:
     """
     mesh = init_device_mesh(processes.device.type, (processes.count,))
     frozen = {value for value in draft.parameters() if not value.requires_grad}
-    blocks = [block for layer in draft.layers for block in (layer.self_attn, layer.mlp)]
-    for module in (draft.fc, *blocks, root):
+    modules: list[nn.Module] = [draft.fc]
+    for layer in draft.layers:
+        modules += [layer.self_attn, layer.mlp]  # type: ignore[list-item]
+    for module in (*modules, root):
         fully_shard(module, mesh=mesh, ignored_params=frozen)
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
