@@ -229,7 +229,7 @@ def test_an_error_in_one_process_ends_all(run: Run, tmp_path: Path, uneven: Path
     assert "sample silent-1 has states that are not finite" in said
 
 
-@pytest.mark.parametrize(("sharding", "epochs"), [("none", 24), ("fsdp", 8)])  # the steps of the latter take longer
+@pytest.mark.parametrize(("sharding", "epochs"), [("none", 16), ("fsdp", 8)])  # the steps of the latter take longer
 def test_killed_interrupted_and_gone_on(run: Run, monkeypatch: pytest.MonkeyPatch, sharding: str, epochs: int) -> None:
     """A worker is killed, then the stage, then both are interrupted: each time all end, and the next run goes on,
     to the same bits."""
