@@ -183,7 +183,7 @@ def read_arm(folder: Path) -> None:
     """What a trainer reads."""
     params = load_params(folder / "params.yaml").train
     corpus = read_corpus(folder / "hidden_states", read_identity(folder / "verifier.json"))
-    count_generated(corpus, VOCABULARY)
+    count_generated(corpus.folder, corpus.train, VOCABULARY)
     steps = make_schedule(corpus.train, params).after(0)
     with BatchStream(corpus.folder, steps, params.ttt_steps) as stream:
         tokens = sum(batch.tokens for group in stream for batch in group)

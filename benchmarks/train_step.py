@@ -33,7 +33,8 @@ import torch
 from eagle3.draft.data import Batch, build_batch
 from eagle3.draft.loss import Objective
 from eagle3.draft.model import DraftModel, DraftSizes, choose_sizes, initialise
-from eagle3.draft.training import PRECISIONS, make_optimiser
+from eagle3.draft.optimiser import Optimiser
+from eagle3.draft.training import PRECISIONS
 from eagle3.draft.ttt import Teacher, score_batch
 from eagle3.params import load_params
 from eagle3.shards import Sample
@@ -126,15 +127,15 @@ def run_ours(tokens: int, precision: str) -> dict[str, Any]:
     teacher = random_teacher(sizes)
     initialise(draft, teacher.draft_head, teacher.norm, seed=0)
     draft.lm_head.weight.requires_grad_(False)
-    optimiser = make_optimiser([value for value in draft.parameters() if value.requires_grad], params.train)
+    trained = {name: value for name, value in draft.named_parameters() if value.requires_grad}
+    optimiser = Optimiser(trained, params.train)
     batch = random_batch(tokens, sizes)
     weights = torch.ones(STEPS) / batch.counted.sum(1)
     seconds = []
     for _ in range(REPETITIONS + 1):  # the first one warms up
         start = time.perf_counter()
         score_batch(draft, batch, teacher, weights, None, Objective("forward_kl", 0.0, "renormalise"))[0].backward()
-        optimiser.step()
-        optimiser.zero_grad()
+        optimiser.step(params.train.learning_rate)
         seconds.append(time.perf_counter() - start)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     rate = multiply_adds(batch, sizes) / statistics.median(seconds[1:])

@@ -153,6 +153,7 @@ class TrainParams(Section):
     epochs: Positive
     batch_tokens: Positive
     gradient_accumulation: Positive
+    optimiser: Literal["adamw", "muon"]
     learning_rate: Annotated[float, Field(gt=0)]
     warmup_share: Share
     final_learning_rate_share: Share
@@ -164,6 +165,8 @@ class TrainParams(Section):
     validations: Positive
     checkpoint_every_s: Annotated[float, Field(ge=0)]
     nproc: Positive
+    sharding: Literal["none", "fsdp"]
+    tensorboard: bool
     export_dtype: Literal["bfloat16", "float16", "float32"]
 
 

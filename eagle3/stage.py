@@ -6,7 +6,9 @@ recorded as what its outs were made with. A stage therefore fails when the setti
 
 import functools
 import inspect
+import shutil
 import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,17 @@ def with_one_set_of_settings(stage: Callable[..., None]) -> Callable[..., None]:
             )
 
     return checked
+
+
+def check_commit() -> None:
+    """Raise ValueError in a git repository without a commit: DVC's experiments and live metrics start from one."""
+    if shutil.which("git") is None:
+        return
+    found = subprocess.run(
+        ["git", "rev-parse", "--is-inside-work-tree", "HEAD"], capture_output=True, text=True, check=False
+    )
+    if found.returncode != 0 and found.stdout.startswith("true"):
+        raise ValueError("this git repository has no commit yet; make one first: git add --all && git commit -m start")
 
 
 def sections(stage: str) -> list[str]:

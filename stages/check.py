@@ -1,13 +1,12 @@
 """Stage `check`: validate params.yaml before anything expensive runs. Its output never changes, so a good edit reruns
 only the stages that read what was edited."""
 
-import subprocess
 from pathlib import Path
 
 from ruamel.yaml import YAML
 
 from eagle3.params import Params, load_params
-from eagle3.stage import run_stage
+from eagle3.stage import check_commit, run_stage
 from eagle3.workstore import write_file
 
 
@@ -64,18 +63,11 @@ def check_together(params: Params) -> None:
             "train.nproc is above train.gradient_accumulation, the batches of one optimiser step over all processes: "
             "one process would have none; raise the latter"
         )
+    if params.train.sharding == "fsdp" and params.train.optimiser == "muon":
+        raise ValueError("train.optimiser: muon needs whole matrices; set train.sharding to none, or it to adamw")
     room = params.verifier.max_model_len - params.generate.min_room_tokens
     if room < 1:
         raise ValueError("generate.min_room_tokens leaves no room for a prompt within verifier.max_model_len")
-
-
-def check_commit() -> None:
-    """DVC's experiments and live metrics start from a commit; say so now and not after hours of recording."""
-    found = subprocess.run(
-        ["git", "rev-parse", "--is-inside-work-tree", "HEAD"], capture_output=True, text=True, check=False
-    )
-    if found.returncode != 0 and found.stdout.startswith("true"):
-        raise ValueError("this git repository has no commit yet; make one first: git add --all && git commit -m start")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ python -m stages.train data/hidden_states data/verifier.json data/draft data/met
 
 import json
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 
 from eagle3.console import say
@@ -17,11 +16,12 @@ from eagle3.draft.model import choose_sizes
 from eagle3.draft.processes import Processes, check_work, joined, under_torchrun
 from eagle3.draft.torchrun import launch
 from eagle3.draft.training import Trainer, run_key, run_metrics
-from eagle3.draft.vocab import DraftVocabulary, choose_vocabulary
+from eagle3.draft.vocab import DraftVocabulary, choose_vocabulary, covered_share
 from eagle3.draft.warm_start import read_checkpoint
+from eagle3.draft.watching import require_tensorboard, vocabulary_warning
 from eagle3.lineage import write_lineage
 from eagle3.params import Params, load_params
-from eagle3.stage import run_stage
+from eagle3.stage import check_commit, run_stage
 from eagle3.tables import INDEX, write_metrics
 from eagle3.verifier import VerifierIdentity, load_head, locate_verifier, read_identity, verifier_digest
 from eagle3.workstore import work_folder
@@ -55,17 +55,24 @@ def train_here(
             f"verifier.model {params.verifier.model} has digest {present[:12]}, {verifier_path} says "
             f"{verifier.digest[:12]}: the model changed since; run `dvc repro`"
         )
+    if processes.leads:
+        check_commit()
+    if settings.tensorboard:
+        require_tensorboard()
     folder = locate_verifier(params.verifier)
     corpus = read_corpus(hidden_states, verifier)
     checkpoint = read_checkpoint(Path(settings.warm_start)) if settings.warm_start else None
     key = run_key(corpus, verifier, settings, processes.device, checkpoint)
     processes.agree(key)
-    own = count_generated(replace(corpus, train=processes.share(corpus.train)), verifier.vocab_size)
-    counts = own.to(processes.device)
-    processes.sum([counts])
+    counts = [
+        count_generated(corpus.folder, processes.share(split), verifier.vocab_size).to(processes.device)
+        for split in (corpus.train, corpus.validation)
+    ]
+    processes.sum(counts)
     vocabulary = choose_vocabulary(
-        counts.cpu(), verifier.stop_token_ids, settings.draft_vocab_size, settings.draft_vocab_coverage
+        counts[0].cpu(), verifier.stop_token_ids, settings.draft_vocab_size, settings.draft_vocab_coverage
     )
+    coverage = covered_share(counts[1].cpu(), vocabulary.token_ids)
     config = json.loads((folder / "config.json").read_text())
     sizes = choose_sizes(
         config, len(verifier.aux_layer_ids), len(vocabulary), verifier.max_position_embeddings, settings
@@ -73,25 +80,34 @@ def train_here(
     if checkpoint is not None:
         sizes = checkpoint.fit(sizes, verifier.aux_layer_ids)
     if processes.leads:
-        announce(corpus, vocabulary, verifier, processes)
+        announce(corpus, vocabulary, coverage, verifier, processes)
     with work_folder("train") if processes.leads else nullcontext() as work:
         store = CheckpointStore(work / key) if work else None
         trainer = Trainer(corpus, sizes, vocabulary, load_head(folder), settings, store, processes, checkpoint)
         trainer.train(plots)
     if processes.leads:
         export_draft(draft, trainer.draft, vocabulary, verifier, settings.export_dtype)
-        numbers = run_metrics(trainer, vocabulary)
+        numbers = run_metrics(trainer, vocabulary, coverage)
         write_lineage(draft, verifier, hidden_states / INDEX, settings, numbers)
         write_metrics(metrics, numbers)
 
 
-def announce(corpus: Corpus, vocabulary: DraftVocabulary, verifier: VerifierIdentity, processes: Processes) -> None:
+def announce(
+    corpus: Corpus,
+    vocabulary: DraftVocabulary,
+    validation_coverage: float,
+    verifier: VerifierIdentity,
+    processes: Processes,
+) -> None:
     """Say what the draft will learn from."""
     say(
         f"train: {len(corpus.train):,} train and {len(corpus.validation):,} validation samples; {len(vocabulary):,} "
         f"draft tokens cover {vocabulary.coverage:.2%} of what was generated; verifier {verifier.digest[:12]}"
         + (f"; {processes.count} processes" if processes.count > 1 else "")
     )
+    warning = vocabulary_warning(vocabulary, validation_coverage)
+    if warning is not None:
+        say(warning)
     if not corpus.validation:
         say("train: the validation split is empty: the last weights are exported and no agreement is measured")
 

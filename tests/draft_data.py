@@ -56,6 +56,18 @@ def generate_texts(folder: Path, count: int, validation: int = 4, seed: int = 0,
     return texts
 
 
+def random_texts(count: int) -> list[Text]:
+    """Samples of any tokens; the last four are for validation."""
+    generator = torch.Generator().manual_seed(0)
+    texts = []
+    for number in range(count):
+        prompt, length = 6 + number % 9, 24 + number % 11
+        ids = torch.randint(3, 500, (length,), generator=generator).tolist()
+        split = "validation" if number >= count - 4 else "train"
+        texts.append(Text(f"sample-{number:04d}", split, ids, [place >= prompt for place in range(length)]))
+    return texts
+
+
 @torch.no_grad()
 def read_states(folder: Path, texts: Sequence[Text], aux_layer_ids: Sequence[int]) -> list[Sample]:
     """States entering the auxiliary layers, and after the last layer before the final norm."""

@@ -74,7 +74,7 @@ class Run:
 
 def make_trainer(run: Run, corpus: Corpus, changes: dict[str, Any]) -> Trainer:
     params = PARAMS.model_copy(update=SETTINGS | changes)
-    vocabulary = choose_vocabulary(count_generated(corpus, 640), [2], None, 1.0)
+    vocabulary = choose_vocabulary(count_generated(corpus.folder, corpus.train, 640), [2], None, 1.0)
     config = json.loads((run.verifier / "config.json").read_text())
     sizes = choose_sizes(config, 3, len(vocabulary), 512, params)
     return Trainer(

@@ -128,14 +128,15 @@ def test_the_corpus_is_split_by_the_column_and_counts_what_teaches_nothing(tmp_p
     assert [ref.sample_id for ref in corpus.train] == ["s0", "s3"]
     assert [ref.sample_id for ref in corpus.validation] == ["s2"]
     assert [ref.sample_id for ref in corpus.skipped] == ["s1"]
-    counts = count_generated(corpus, 50)
+    counts = count_generated(corpus.folder, corpus.train, 50)
     assert counts.tolist() == [sum(i in t.input_ids[-n:] for t, n in ((texts[0], 4), (texts[3], 5))) for i in range(50)]
 
 
 def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:
     write_corpus(tmp_path, [make_text(0, 40, 30)])
+    corpus = read_corpus(tmp_path, VERIFIER)
     with pytest.raises(ValueError, match="s0 has ids outside the vocabulary of 20"):
-        count_generated(read_corpus(tmp_path, VERIFIER), 20)
+        count_generated(corpus.folder, corpus.train, 20)
 
 
 @pytest.mark.parametrize(

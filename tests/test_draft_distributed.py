@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from safetensors import safe_open
@@ -24,8 +23,9 @@ from eagle3.draft.training import Trainer, make_schedule
 from eagle3.params import load_params
 from eagle3.verifier import read_identity
 from stages.check import check_together
-from tests.draft_data import Text, generate_texts, make_states
+from tests.draft_data import Text, make_states, random_texts
 from tests.draft_runs import PARAMS, ROOT, SETTINGS, Run, checkpoints, wait_until
+from tests.forked_stages import Stage, gone
 
 CPU = torch.device("cpu")
 TOGETHER = {"nproc": 2, "gradient_accumulation": 3}
@@ -41,7 +41,7 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 def uneven(tiny_verifier: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As `recorded`, with two long samples among which no row counts: each fills a batch that teaches nothing."""
     root = tmp_path_factory.mktemp("uneven")
-    texts = generate_texts(tiny_verifier, 22)
+    texts = random_texts(24)
     for number in range(2):
         ids = [3 + (7 * number + place) % 400 for place in range(128)]
         texts.append(Text(f"silent-{number}", "train", ids, [place in {20, 90} for place in range(128)]))
@@ -63,25 +63,37 @@ class Undisturbed:
         with monkeypatch.context() as patch:
             patch.setenv("EAGLE3_WORK_DIR", str(self.root / "work"))
             other = Run(self.root, run.recorded, run.verifier)
-            self.metrics = other.stage(**(TOGETHER | changes))
+            self.metrics = finish(other, **changes)
             self.weights = other.weights()
 
-    def same_as(self, run: Run) -> None:
+    def same_as(self, run: Run, within: float = 1e-5) -> None:
         """Up to rounding: another number of processes sums in another order."""
         metrics = json.loads((run.root / "train.json").read_text())
         counted = ("steps", "tokens", "best_step", "draft_vocab_size", "rows_in", "rows_out", "packing_waste")
         assert {name: metrics[name] for name in counted} == {name: self.metrics[name] for name in counted}
         for name in ("train_loss", "validation_loss", "expected_acceptance_length", "prefix_agreement_0"):
-            assert metrics[name] == pytest.approx(self.metrics[name], rel=1e-4), name
+            assert metrics[name] == pytest.approx(self.metrics[name], rel=1e-5), name
         ours, theirs = (curve(root) for root in (run.root, self.root))
-        assert ours == pytest.approx(theirs, rel=1e-4) and len(ours) == metrics["steps"]
+        assert ours == pytest.approx(theirs, rel=1e-5) and len(ours) == metrics["steps"]
         for name, value in run.weights().items():
-            torch.testing.assert_close(value, self.weights[name], atol=2e-4, rtol=1e-3)
+            torch.testing.assert_close(value, self.weights[name], atol=within, rtol=1e-4)
 
     def same_bits_as(self, run: Run) -> None:
         for name, value in run.weights().items():
             assert value.numpy().tobytes() == self.weights[name].numpy().tobytes(), name
         assert curve(run.root) == curve(self.root)
+
+
+def finish(run: Run, **changes: Any) -> dict[str, Any]:
+    """The stage to its end: in this process, or in several that are forked. Returns its metrics."""
+    settings = TOGETHER | changes
+    if settings["nproc"] == 1:
+        return run.stage(**settings)
+    run.write_params(settings)
+    code, said = Stage(run).ended(within_s=120)
+    assert code == 0, said
+    metrics: dict[str, Any] = json.loads((run.root / "train.json").read_text())
+    return metrics
 
 
 def curve(root: Path) -> list[float]:
@@ -90,42 +102,13 @@ def curve(root: Path) -> list[float]:
     return [float(line.split("\t")[1]) for line in lines]
 
 
-class Stage:
-    """The stage as a process that is the leader of a group of its own, as a terminal's foreground job."""
-
-    def __init__(self, run: Run, *, command: list[str] | None = None, **environment: str):
-        self.process = subprocess.Popen(
-            [sys.executable, *(command or []), "-m", "stages.train", *map(str, run.arguments)],
-            env={**os.environ, **environment, "PYTHONPATH": str(ROOT)},
-            cwd=run.root,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        self._own = psutil.Process(self.process.pid)
-
-    def workers(self) -> dict[int, psutil.Process]:
-        """The training processes by rank, once both are there."""
-        wait_until(lambda: len(self._own.children()) == 2)
-        return {int(child.environ()["RANK"]): child for child in self._own.children()}
-
-    def ended(self, within_s: float) -> tuple[int, str]:
-        """Exit code and what was said; no child is left."""
-        family = self._own.children(recursive=True)
-        said = self.process.communicate(timeout=within_s)[1]
-        gone(family, 5)
-        return self.process.returncode, said
-
-
-def gone(processes: list[psutil.Process], within_s: float) -> None:
-    left = psutil.wait_procs(processes, timeout=within_s)[1]
-    for process in left:
-        process.kill()
-    assert not left
-
-
 def work() -> Path:
     return Path(os.environ["EAGLE3_WORK_DIR"])
+
+
+def reached() -> int:
+    """The step of the newest checkpoint."""
+    return max((int(path.name[5:]) for path in checkpoints(work())), default=0)
 
 
 def at_step(number: int) -> Callable[[], bool]:
@@ -146,7 +129,10 @@ def test_the_batches_of_a_step_are_dealt_once_each() -> None:
 
 
 def test_two_processes_train_what_one_does(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With steps of an odd number of batches, steps without work for one process, and batches that teach nothing."""
+    """With steps of an odd number of batches, steps without work for one process, and batches that teach nothing.
+
+    The stage starts them as it does for users.
+    """
     steps = schedule_of(run)
     assert {len(step) for step in steps} == {1, 3}
     silent = [[batch[0].sample_id.startswith("silent") for batch in step] for step in steps]
@@ -155,6 +141,23 @@ def test_two_processes_train_what_one_does(run: Run, monkeypatch: pytest.MonkeyP
     single = Undisturbed(run, monkeypatch, nproc=1)
     run.stage(**TOGETHER)
     single.same_as(run)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sharding": "fsdp"},
+        {"sharding": "fsdp", "freeze_lm_head": False, "num_layers": 2, "max_gradient_norm": 0.05},
+        {"optimiser": "muon"},
+    ],
+    ids=["shards", "shards of more", "Muon"],
+)
+def test_sharded_or_not_they_train_what_one_does(
+    run: Run, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    single = Undisturbed(run, monkeypatch, **(changes | {"nproc": 1}))
+    finish(run, **changes)
+    single.same_as(run, within=1e-4 if "optimiser" in changes else 1e-5)  # Muon's own products are in bfloat16
 
 
 def test_a_step_in_which_nothing_counts_leaves_a_resume_exact(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,6 +195,13 @@ def test_a_process_without_work_is_refused_with_the_remedy(run: Run) -> None:
         check_together(load_params(run.params))
 
 
+def test_muon_with_shards_is_refused_with_the_remedy(run: Run) -> None:
+    with pytest.raises(ValueError, match=r"muon needs whole matrices, .*set train.sharding to none"):
+        run.stage(**TOGETHER, sharding="fsdp", optimiser="muon")
+    with pytest.raises(ValueError, match=r"muon needs whole matrices; set train.sharding to none"):
+        check_together(load_params(run.params))
+
+
 def test_an_error_in_all_processes_is_told_once(run: Run) -> None:
     run.write_params(TOGETHER | {"learning_rate": 1e38})
     code, said = Stage(run).ended(within_s=120)
@@ -219,11 +229,11 @@ def test_an_error_in_one_process_ends_all(run: Run, tmp_path: Path, uneven: Path
     assert "sample silent-1 has states that are not finite" in said
 
 
-@pytest.mark.slow
-def test_killed_interrupted_and_gone_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("sharding", "epochs"), [("none", 16), ("fsdp", 8)])  # the steps of the latter take longer
+def test_killed_interrupted_and_gone_on(run: Run, monkeypatch: pytest.MonkeyPatch, sharding: str, epochs: int) -> None:
     """A worker is killed, then the stage, then both are interrupted: each time all end, and the next run goes on,
     to the same bits."""
-    changes = TOGETHER | {"epochs": 40}
+    changes = TOGETHER | {"epochs": epochs, "sharding": sharding}
     whole = Undisturbed(run, monkeypatch, **changes)
     run.write_params(changes)
 
@@ -237,31 +247,28 @@ def test_killed_interrupted_and_gone_on(run: Run, monkeypatch: pytest.MonkeyPatc
     assert said.count("error:") == 1 and "Traceback" not in said, said
 
     stage = Stage(run)
-    reached = int(checkpoints(work())[-1].name[5:])
-    wait_until(at_step(reached + 2))
-    workers = list(stage.workers().values())
+    wait_until(at_step(reached() + 2))
+    workers = stage.workers()
     stage.process.kill()
     gone(workers, 10)
     assert "found this run at step" in stage.ended(within_s=10)[1]
 
     for signalled in ("terminal", "one worker"):
         stage = Stage(run)
-        reached = int(checkpoints(work())[-1].name[5:])
-        wait_until(at_step(reached + 2))
+        wait_until(at_step(reached() + 2))
         if signalled == "terminal":
-            os.killpg(stage.process.pid, signal.SIGINT)
+            os.killpg(stage.pid, signal.SIGINT)
         else:
             stage.workers()[1].terminate()
         code, said = stage.ended(within_s=60)
         assert code == 130 and said.count("interrupted; finished work is kept") == 1, said
         assert "error:" not in said and "Traceback" not in said, said
 
-    assert int(checkpoints(work())[-1].name[5:]) < whole.metrics["steps"], "it ended too early to prove anything"
-    run.stage(**changes)
+    assert reached() < whole.metrics["steps"], "it ended too early to prove anything"
+    finish(run, **changes)
     whole.same_bits_as(run)
 
 
-@pytest.mark.slow
 def test_a_second_interruption_waits_for_nobody(run: Run) -> None:
     run.write_params(TOGETHER | {"epochs": 400})
     stage = Stage(run)
@@ -269,24 +276,25 @@ def test_a_second_interruption_waits_for_nobody(run: Run) -> None:
     workers = stage.workers()
     workers[0].suspend()  # it cannot save
     for _ in range(2):
-        os.killpg(stage.process.pid, signal.SIGINT)
+        os.killpg(stage.pid, signal.SIGINT)
         time.sleep(0.5)
     code, said = stage.ended(within_s=20)
     assert code == 130 and "Traceback" not in said, said
-    gone(list(workers.values()), 5)
+    gone(workers, 5)
 
 
-@pytest.mark.slow
-def test_another_number_of_processes_goes_on_with_the_same_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    changes = TOGETHER | {"epochs": 10}
+def test_others_go_on_with_the_same_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two with shards, then two without, then one alone, and what it makes is what one alone makes from the start."""
+    changes = {"epochs": 12, "freeze_lm_head": False}
     single = Undisturbed(run, monkeypatch, **(changes | {"nproc": 1}))
-    run.write_params(changes)
-    stage = Stage(run)
-    wait_until(at_step(3))
-    stage.process.terminate()
-    assert stage.ended(within_s=60)[0] == 130
-    assert 3 <= int(checkpoints(work())[-1].name[5:]) < single.metrics["steps"]
-    run.stage(**(changes | {"nproc": 1}))
+    for sharding in ("fsdp", "none"):
+        run.write_params(TOGETHER | changes | {"sharding": sharding})
+        stage = Stage(run)
+        wait_until(at_step(reached() + 3))
+        os.kill(stage.pid, signal.SIGTERM)
+        assert stage.ended(within_s=60)[0] == 130
+    assert 6 <= reached() < single.metrics["steps"]
+    finish(run, **(changes | {"nproc": 1}))
     single.same_as(run)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from eagle3.console import Interrupted
 from eagle3.draft.checkpoint import CheckpointStore, TrainingState
-from eagle3.draft.data import Batch, Corpus, SampleRef, build_batch, count_generated, read_corpus
+from eagle3.draft.data import Batch, Corpus, SampleRef, build_batch, count_generated, load_batch, read_corpus
 from eagle3.draft.export import load_draft
 from eagle3.draft.processes import alone
 from eagle3.draft.training import Trainer, learning_rate, make_schedule, run_key
@@ -148,7 +148,7 @@ def test_training_mode_is_back_after_validation_and_validation_changes_nothing(r
     assert once["train_loss"] == often["train_loss"]
     trainer = run.trainer()
     trainer.train(run.root / "other")
-    assert trainer.draft.training
+    assert trainer.scoring.training
 
 
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_weights(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,8 +197,10 @@ def test_killed_twice_and_resumed_the_weights_are_the_same_bits(run: Run, monkey
     assert {k: v for k, v in resumed.items() if k not in timed} == {k: v for k, v in plain.items() if k not in timed}
 
 
-def test_sigterm_saves_where_it_stands(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = run.trainer(checkpoint_every_s=1000, validations=1)
+@pytest.mark.parametrize("optimiser", ["adamw", "muon"])
+def test_sigterm_saves_where_it_stands(run: Run, monkeypatch: pytest.MonkeyPatch, optimiser: str) -> None:
+    changes = {"checkpoint_every_s": 1000, "validations": 1, "optimiser": optimiser, "freeze_lm_head": False}
+    trainer = run.trainer(**changes)
     original = Trainer._step
 
     def interrupted(self: Trainer, group: list[Batch]) -> None:
@@ -214,7 +216,7 @@ def test_sigterm_saves_where_it_stands(run: Run, monkeypatch: pytest.MonkeyPatch
     found = CheckpointStore(run.root / "store").load()
     assert found is not None and found[0].step == 3
     monkeypatch.setattr(Trainer, "_step", original)
-    again = run.trainer(checkpoint_every_s=1000, validations=1)
+    again = run.trainer(**changes)
     again.train(run.root / "plots")
     whole = Trainer(
         again.corpus,
@@ -230,8 +232,39 @@ def test_sigterm_saves_where_it_stands(run: Run, monkeypatch: pytest.MonkeyPatch
         assert torch.equal(value, again.trained[name])
 
 
+def test_muon_takes_the_matrices_and_learns(run: Run) -> None:
+    """Its steps are scaled so that both can have one learning rate: AdamW's first step is its largest, of size 1."""
+    metrics = run.stage(optimiser="muon", epochs=10, freeze_lm_head=False)
+    losses = [float(line.split("\t")[1]) for line in losses_of(run)]
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5]) and metrics["steps"] == len(losses)
+    by_muon, by_adamw = (moved(run.trainer(optimiser=kind, freeze_lm_head=False)) for kind in ("muon", "adamw"))
+    matrices = [name for name in by_muon if name.endswith("weight") and "norm" not in name and name != "lm_head.weight"]
+    assert len(matrices) == 8
+    for name, size in by_muon.items():
+        if name in matrices:
+            assert size != by_adamw[name] and 0.1 < size / by_adamw[name] < 0.4, name
+        else:
+            assert size == by_adamw[name], name
+
+
+def losses_of(run: Run) -> list[str]:
+    return (run.root / "plots/plots/metrics/train/loss.tsv").read_text().splitlines()[1:]
+
+
+def moved(trainer: Trainer) -> dict[str, float]:
+    """How far one optimiser step moves the weights, root mean square, as a share of the learning rate."""
+    before = {name: value.detach().clone() for name, value in trainer.trained.items()}
+    refs = next(trainer.schedule.after(0))
+    trainer._step([load_batch(trainer.corpus.folder, batch, 3) for batch in refs])
+    rate = learning_rate(0, trainer.schedule.total, trainer.params)
+    return {
+        name: float((value.detach() - before[name]).square().mean().sqrt()) / rate
+        for name, value in trainer.trained.items()
+    }
+
+
 def vocabulary_of(trainer: Trainer) -> DraftVocabulary:
-    return choose_vocabulary(count_generated(trainer.corpus, 640), [2], None, 1.0)
+    return choose_vocabulary(count_generated(trainer.corpus.folder, trainer.corpus.train, 640), [2], None, 1.0)
 
 
 def fill(store: CheckpointStore, steps: int) -> None:

@@ -14,7 +14,6 @@ e width of values.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -38,16 +37,19 @@ class Document(NamedTuple):
     end: int
 
 
-@dataclass
 class LayerMemory:
     """Keys and values of one layer during one unroll: those of step 0 [N, g, d] and [N, g, e], and of later steps each
-    row's own [R, g, d] and [R, g, e]. scale: what scores are multiplied with. window: how many positions a query sees,
-    its own included, and more than there are later steps; None = all."""
+    row's own [R, g, d] and [R, g, e].
 
-    scale: float
-    window: int | None
-    context: tuple[torch.Tensor, torch.Tensor] | None = None
-    own: tuple[torch.Tensor, ...] = ()
+    It is no dataclass: FSDP hands a module copies of those that hold gradients, and this one is to be remembered.
+    """
+
+    def __init__(self, scale: float, window: int | None):
+        """scale: what scores are multiplied with. window: how many positions a query sees, its own included, and more
+        than there are later steps; None = all."""
+        self.scale, self.window = scale, window
+        self.context: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.own: tuple[torch.Tensor, ...] = ()
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Sequence[Document]
@@ -96,7 +98,7 @@ class _Attention(torch.autograd.Function):
         value: torch.Tensor,
         *own: torch.Tensor,
     ) -> torch.Tensor:
-        backend = choose_backend(query, value)
+        backend = choose_backend(query, value) if documents else CpuFlashBackend()  # which asks no kernel for nothing
         outputs, sums = backend.forward(query, key, value, documents, scale, reach)
         scores = [_own_scores(query, own_key, scale) for own_key in own[::2]]
         total = torch.logsumexp(torch.stack([*sums, *scores]), dim=0)

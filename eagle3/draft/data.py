@@ -158,15 +158,15 @@ def _check_shard(path: Path, verifier: VerifierIdentity) -> None:
             )
 
 
-def count_generated(corpus: Corpus, vocab_size: int) -> torch.Tensor:
-    """How often each token was generated in the train split: int64 [V]. Raises ValueError for ids outside V."""
+def count_generated(folder: Path, refs: Sequence[SampleRef], vocab_size: int) -> torch.Tensor:
+    """How often each token was generated in these samples: int64 [V]. Raises ValueError for ids outside V."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)
-    for ref in corpus.train:
-        sample = _load(corpus.folder, ref)
+    for ref in refs:
+        sample = _load(folder, ref)
         generated = sample.input_ids[sample.loss_mask].long()
         if len(generated) and not 0 <= int(generated.min()) <= int(generated.max()) < vocab_size:
             raise ValueError(
-                f"{corpus.folder / ref.shard}: sample {ref.sample_id} has ids outside the vocabulary of {vocab_size}"
+                f"{folder / ref.shard}: sample {ref.sample_id} has ids outside the vocabulary of {vocab_size}"
             )
         counts += torch.bincount(generated, minlength=vocab_size)
     return counts
@@ -243,6 +243,14 @@ def build_batch(samples: Sequence[tuple[str, Sample]], steps: int) -> Batch:
         source=_join(parts["source"], (steps, 0)),
         counted=_join(parts["counted"], (steps, 0)).bool(),
     )
+
+
+def empty_batch(aux_layers: int, hidden_size: int, steps: int) -> Batch:
+    """A batch of no samples: what a process works on while others still have some."""
+    nothing = torch.empty(0, dtype=torch.int64)
+    table = nothing.expand(steps, 0)
+    aux, states = torch.empty(0, aux_layers * hidden_size), torch.empty(0, hidden_size)
+    return Batch((), 0, aux, nothing, nothing, (), nothing, table, states, nothing, table, table.bool())
 
 
 @dataclass(frozen=True)

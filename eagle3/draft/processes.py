@@ -1,9 +1,9 @@
 """The processes that train together, and everything they tell each other.
 
-Data parallel: each process holds the whole draft and works on its share of an optimiser step's batches. The loss is one
-sum over all positions of the step, weighted with counts of all processes, so gradients are summed, not averaged. They
-are summed here, by name, rather than by DistributedDataParallel: one step calls the draft K times and reads the head's
-weight outside its forward, and a process may have fewer batches than another, or none.
+Data parallel: each process works on its share of an optimiser step's batches. The loss is one sum over all positions of
+the step, weighted with counts of all processes, so gradients are summed, not averaged. Where each process holds the
+whole draft they are summed here, by name, rather than by DistributedDataParallel, which wants as many backward passes
+of every process; eagle3.draft.sharding has the draft in shards.
 
 Alone, a process has no process group and every method below returns at once.
 """
@@ -56,6 +56,10 @@ class Processes:
         """This process's part of what all have: dealt in turns."""
         return list(items[self.rank :: self.count])
 
+    def most(self, items: int) -> int:
+        """How many of so many items `share` gives to the process that gets most."""
+        return -(-items // self.count)
+
     def sum(self, tensors: Iterable[torch.Tensor]) -> None:
         """Replace each tensor by its sum over all processes."""
         if self.count > 1:
@@ -71,9 +75,9 @@ class Processes:
         self.sum([tensor])
         return list(tensor.tolist())
 
-    def any(self, flag: bool) -> bool:
-        """Whether any process says so. Also the place where all wait for each other."""
-        return self.totals([float(flag)])[0] > 0
+    def any(self, *flags: bool) -> list[bool]:
+        """Of each flag whether any process says so. Also the place where all wait for each other."""
+        return [total > 0 for total in self.totals([float(flag) for flag in flags])]
 
     def copy_from_first(self, tensors: Iterable[torch.Tensor]) -> None:
         """Overwrite each tensor with that of the first process."""
@@ -95,11 +99,21 @@ class Processes:
 
     def agree(self, key: str) -> None:
         """Raise ValueError in all processes unless all have the same key."""
-        if self.any(self.text_from_first(key) != key):
+        if self.any(self.text_from_first(key) != key)[0]:
             raise ValueError(
                 "train: the processes do not have the same data, verifier, settings and code; check out the same "
                 "commit and run `dvc pull` on every machine"
             )
+
+    @contextmanager
+    def naming_lost_peers(self) -> Iterator[None]:
+        """PeerLostError for what torch raises where it talks to the other processes by itself (sharded weights)."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self.count == 1 or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+                raise
+            raise _lost(error) from error
 
 
 def choose_device() -> torch.device:
@@ -118,7 +132,13 @@ def under_torchrun() -> bool:
 
 
 def check_work(count: int, params: TrainParams) -> None:
-    """Raise ValueError when `count` processes would leave one without a batch in every optimiser step."""
+    """Raise ValueError when `count` processes would leave one without a batch in every optimiser step, or when the
+    optimiser needs more than a process would hold."""
+    if params.sharding == "fsdp" and params.optimiser == "muon":
+        raise ValueError(
+            "train.optimiser: muon needs whole matrices, and with train.sharding: fsdp a process has parts of them; "
+            "set train.sharding to none, or train.optimiser to adamw"
+        )
     if params.gradient_accumulation < count:
         raise ValueError(
             f"train.gradient_accumulation is {params.gradient_accumulation}, the batches of one optimiser step over "
@@ -209,5 +229,9 @@ def _naming_lost_peers() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        told = str(error).splitlines()[0]
-        raise PeerLostError(f"train: another process has ended or does not answer ({told})") from error
+        raise _lost(error) from error
+
+
+def _lost(error: RuntimeError) -> PeerLostError:
+    told = str(error).splitlines()[0]
+    return PeerLostError(f"train: another process has ended or does not answer ({told})")

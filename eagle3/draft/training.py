@@ -5,7 +5,7 @@ the last checkpoint and arrives at the same bits; a finished run is only read ba
 
 Several processes take the same optimiser steps as one, each with its share of every step's batches; the first of them
 keeps the checkpoints and everything that a person sees. Sums in another order round differently, so the weights then
-agree with those of one process to rounding only, and the number of processes is no part of the key.
+agree with those of one process to rounding only; neither the number of processes nor their sharding is part of the key.
 """
 
 import json
@@ -20,24 +20,25 @@ from types import FrameType
 from typing import Any
 
 import torch
-from dvclive import Live
 
 from eagle3.console import Interrupted, Progress, say, visible
 from eagle3.digests import digest, digest_file
 from eagle3.draft.checkpoint import CheckpointStore, TrainingState
-from eagle3.draft.data import Batch, BatchStream, Corpus, SampleRef, plan_epoch
+from eagle3.draft.data import Batch, BatchStream, Corpus, SampleRef, empty_batch, plan_epoch
 from eagle3.draft.loss import Objective
 from eagle3.draft.model import DraftModel, DraftSizes, initialise
+from eagle3.draft.optimiser import Optimiser
 from eagle3.draft.processes import Processes
-from eagle3.draft.ttt import Score, Teacher, empty_score, full_choices, make_teacher, score_batch
+from eagle3.draft.sharding import shard, spread, whole
+from eagle3.draft.ttt import Score, Scoring, Teacher, empty_score, full_choices, make_teacher
 from eagle3.draft.vocab import DraftVocabulary
 from eagle3.draft.warm_start import Checkpoint
+from eagle3.draft.watching import Display, display, overfit_warning, validation_rise
 from eagle3.params import TrainParams
 from eagle3.schemas import SCHEMA_VERSION
 from eagle3.verifier import HeadWeights, VerifierIdentity
 
 PLOTTED_POINTS = 200
-MOMENTS = ("exp_avg", "exp_avg_sq")  # what AdamW keeps of each parameter
 _LOWER_RATE = "Lower train.learning_rate or train.max_gradient_norm"
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -59,6 +60,14 @@ class Schedule:
         for epoch in self.epochs:
             yield from epoch[step:]
             step = max(0, step - len(epoch))
+
+    def batches(self, step: int) -> int:
+        """Batches of optimiser step number `step` (from 0), over all processes."""
+        for epoch in self.epochs:
+            if step < len(epoch):
+                return len(epoch[step])
+            step -= len(epoch)
+        raise IndexError(step)
 
     def begins_epoch(self, step: int) -> bool:
         """Whether an epoch begins with optimiser step number `step` (from 0)."""
@@ -99,7 +108,9 @@ def run_key(
     warm_start: Checkpoint | None = None,
 ) -> str:
     """Digest of everything that determines the weights of a run, this package's code included."""
-    settings = params.model_dump(exclude={"checkpoint_every_s", "export_dtype", "nproc", "warm_start"})
+    settings = params.model_dump(
+        exclude={"checkpoint_every_s", "export_dtype", "nproc", "sharding", "tensorboard", "warm_start"}
+    )
     code = {path.name: digest_file(path) for path in sorted(Path(__file__).parent.glob("*.py"))}
     return digest(
         {
@@ -141,17 +152,9 @@ class DeferredSignals:
         raise KeyboardInterrupt if self.pending == signal.SIGINT else Interrupted
 
 
-@dataclass(frozen=True)
-class Display:
-    """What a person watches; only the first process has one."""
-
-    live: Live
-    progress: Progress
-
-
 class Trainer:
-    """One run: the draft, its optimiser and where it stands. `train` leaves the best weights in the first process's
-    `draft`.
+    """One run: the draft, its optimiser and where it stands. After `train` the first process's `draft` is whole and has
+    the best weights.
 
     store: None in all processes but the first.
     """
@@ -179,47 +182,62 @@ class Trainer:
                 say(f"train: going on from {warm_start.folder}, which knows {told}")
         self.draft.to(self.device)
         self.draft.lm_head.weight.requires_grad_(not params.freeze_lm_head)
+        processes.copy_from_first(value.data for value in self.draft.parameters())
+        objective = Objective(params.loss, params.acceptance_share, params.out_of_vocabulary)
+        self.scoring = Scoring(self.draft, self.teacher, objective)
+        self.sharded = params.sharding == "fsdp" and processes.count > 1
+        if self.sharded:
+            shard(self.scoring, self.draft, processes)
         self.trained = {name: value for name, value in self.draft.named_parameters() if value.requires_grad}
-        self.optimiser = make_optimiser(list(self.trained.values()), params)
+        self.optimiser = Optimiser(self.trained, params)
         self.schedule = make_schedule(corpus.train, params)
-        self.objective = Objective(params.loss, params.acceptance_share, params.out_of_vocabulary)
+        self.nothing = empty_batch(sizes.num_aux_layers, sizes.hidden_size, params.ttt_steps).to(self.device)
         self.decay = [params.ttt_loss_decay**step for step in range(params.ttt_steps)]
         self.state = TrainingState()
         self._choices: list[torch.Tensor] = []  # the verifier's first choices on each validation batch, once known
 
     def train(self, plots: Path) -> None:
         """Go on from the last checkpoint, or start; raises ValueError at a loss that is not finite."""
+        with self.processes.naming_lost_peers():
+            self._train(plots)
+
+    def _train(self, plots: Path) -> None:
         self._resume()
         total = self.schedule.total
         due = {round(total * part / self.params.validations) for part in range(1, self.params.validations + 1)}
         tokens = self.params.epochs * sum(ref.length for ref in self.corpus.train)
         with DeferredSignals() as signals, ExitStack() as stack:
-            display = None
-            if self.processes.leads:
-                live = stack.enter_context(Live(str(plots), dvcyaml=None, save_dvc_exp=False))
-                display = Display(live, stack.enter_context(Progress("train", tokens, "tokens", self.state.tokens)))
-                for point in self.state.history:
-                    _plot(live, point)
+            shown = None
+            if self.store is not None:
+                events = self.store.folder / "tensorboard" if self.params.tensorboard else None
+                progress = Progress("train", tokens, "tokens", self.state.tokens)
+                shown = stack.enter_context(display(plots, events, progress, self.state.history))
             if not self.state.finished:
-                self._loop(total, due, signals, display)
+                self._loop(total, due, signals, shown)
         if self.store is not None:
-            self.draft.load_state_dict(self.store.best_weights(), strict=False)
+            frozen = {name: value for name, value in self.draft.named_parameters() if name not in self.trained}
+            self.draft = DraftModel(self.draft.sizes, self.draft.compute_dtype)
+            self.draft.load_state_dict(frozen | self.store.best_weights())
 
-    def _loop(self, total: int, due: set[int], signals: DeferredSignals, display: Display | None) -> None:
+    def _loop(self, total: int, due: set[int], signals: DeferredSignals, shown: Display | None) -> None:
         state, saved = self.state, time.monotonic()
         shares = (self.processes.share(group) for group in self.schedule.after(state.step))
         with BatchStream(self.corpus.folder, shares, self.params.ttt_steps) as stream:
             groups = iter(stream)
             waited = state.wait_s
             while True:
-                if state.step in due and state.validated_step < state.step and self.corpus.validation:
-                    if self._validate(signals, display):
-                        self._save()
-                        saved = time.monotonic()
-                elif time.monotonic() - saved >= self.params.checkpoint_every_s:
+                validated = (
+                    state.step in due
+                    and state.validated_step < state.step
+                    and bool(self.corpus.validation)
+                    and self._validate(signals, shown)
+                )
+                waiting = self.processes.leads and time.monotonic() - saved >= self.params.checkpoint_every_s
+                save, interrupted = self.processes.any(validated or waiting, signals.pending is not None)
+                if save:
                     self._save()
                     saved = time.monotonic()
-                if self.processes.any(signals.pending is not None):
+                if interrupted:
                     self._save_and_wait()
                     signals.deliver()
                 if state.step == total:
@@ -228,8 +246,8 @@ class Trainer:
                 self._step(next(groups))
                 state.wait_s = waited + stream.wait_s
                 state.train_s += time.monotonic() - started
-                if display is not None:
-                    self._report(state.tokens - tokens, display)
+                if shown is not None:
+                    self._report(state.tokens - tokens, shown)
         state.finished = True
         self._save()
 
@@ -238,25 +256,25 @@ class Trainer:
         state = self.state
         if self.schedule.begins_epoch(state.step):
             state.loss_sum, state.loss_steps = 0.0, 0
-        batches = [batch.to(self.device) for batch in group if batch.documents]
+        batches = [batch.to(self.device) for batch in group]
+        batches += [self.nothing] * (self.processes.most(self.schedule.batches(state.step)) - len(batches))
         counted = sum((batch.counted.sum(1) for batch in batches), torch.zeros(len(self.decay), device=self.device))
         self.processes.sum([counted])
         weights = torch.tensor(self.decay, device=self.device) / counted.clamp(min=1)
         score = empty_score(len(self.decay))
-        for batch in batches:
-            loss, part = score_batch(self.draft, batch, self.teacher, weights, None, self.objective)
-            loss.backward()
-            score.add(part)
-        self._sum_gradients(counted)
+        if counted.any():
+            for batch in batches:
+                loss, part = self.scoring(batch, weights, None)
+                loss.backward()
+                score.add(part)
+        if not self.sharded:
+            self.processes.sum(value.grad for value in self.trained.values() if value.grad is not None)
         score, tokens = self._sum_scores(score, sum(batch.tokens for batch in group))
-        norm = torch.nn.utils.clip_grad_norm_(self.trained.values(), self.params.max_gradient_norm)
+        norm = whole(torch.nn.utils.clip_grad_norm_(self.trained.values(), self.params.max_gradient_norm))
         loss_value = score.loss(self.params.ttt_loss_decay)
         if not math.isfinite(loss_value) or not torch.isfinite(norm):
             self._stop_at_nonfinite(loss_value, float(norm))
-        for settings in self.optimiser.param_groups:
-            settings["lr"] = learning_rate(state.step, self.schedule.total, self.params)
-        self.optimiser.step()
-        self.optimiser.zero_grad()
+        self.optimiser.step(learning_rate(state.step, self.schedule.total, self.params))
         recent = Score(**state.recent) if state.recent else empty_score(len(self.decay))  # type: ignore[arg-type]
         recent.add(score)
         state.recent = asdict(recent)
@@ -265,15 +283,6 @@ class Trainer:
         state.step += 1
         state.updates += any(score.counted)
         state.tokens += tokens
-
-    def _sum_gradients(self, counted: torch.Tensor) -> None:
-        """Sum over the processes; one without work has gradients of zero, and all have none when nothing counted."""
-        if self.processes.count == 1 or not counted.any():
-            return
-        for value in self.trained.values():
-            if value.grad is None:
-                value.grad = torch.zeros_like(value)
-        self.processes.sum(value.grad for value in self.trained.values() if value.grad is not None)
 
     def _sum_scores(self, score: Score, tokens: int) -> tuple[Score, int]:
         """Score and tokens of all processes together."""
@@ -295,35 +304,38 @@ class Trainer:
             f"the weights before it are kept in {kept}. {_LOWER_RATE}, or look at these samples"
         )
 
-    def _report(self, tokens: int, display: Display) -> None:
+    def _report(self, tokens: int, shown: Display) -> None:
         state = self.state
         recent = Score(**state.recent)  # type: ignore[arg-type]
         loss, length = recent.loss(self.params.ttt_loss_decay), recent.expected_acceptance_length()
         speed = state.tokens / max(state.train_s, 1e-9)
         note = f"step {state.step} of {self.schedule.total}, loss {loss:.3f}, agreement {recent.agreement()[0]:.3f}, "
         note += f"expected acceptance length {length:.2f}, {speed:,.0f} tokens/s"
-        display.progress.advance(tokens, note)
+        shown.progress.advance(tokens, note)
         if state.step % max(1, self.schedule.total // PLOTTED_POINTS) == 0 or state.step == self.schedule.total:
             rate = learning_rate(state.step - 1, self.schedule.total, self.params)
             point = {"train/loss": loss, "train/agreement_0": recent.agreement()[0], "train/learning_rate": rate}
-            self._log(display, point)
+            self._log(shown, point)
             state.recent = {}
 
-    def _validate(self, signals: DeferredSignals, display: Display | None) -> bool:
+    def _validate(self, signals: DeferredSignals, shown: Display | None) -> bool:
         """Score the validation split, each process its share; False when a signal cut it short."""
         state, score, refs = self.state, empty_score(len(self.decay)), self.corpus.validation
         plan = plan_epoch([ref.length for ref in refs], self.params.batch_tokens, self.params.seed, 0)
         groups = iter([[[refs[index] for index in batch]] for batch in self.processes.share(plan)])
         weights = torch.ones(len(self.decay), device=self.device)
-        self.draft.eval()
+        interrupted = False
+        self.scoring.eval()
         with torch.no_grad(), BatchStream(self.corpus.folder, groups, self.params.ttt_steps) as stream:
-            for number, (batch,) in enumerate(stream):
-                if signals.pending is not None:
+            own = iter(stream)
+            for number in range(self.processes.most(len(plan))):
+                (interrupted,) = self.processes.any(signals.pending is not None)
+                if interrupted:
                     break
-                if batch.documents:
-                    score.add(self._score_validation(batch.to(self.device), number, weights))
-        self.draft.train()
-        if self.processes.any(signals.pending is not None):
+                (batch,) = next(own, [self.nothing])
+                score.add(self._score_validation(batch.to(self.device), number, weights))
+        self.scoring.train()
+        if interrupted:
             return False
         score, _ = self._sum_scores(score, 0)
         numbers = summarise(score, self.params.ttt_loss_decay)
@@ -332,58 +344,48 @@ class Trainer:
         state.validated_step = state.step
         if not state.best or _merit(numbers) > _merit(state.best):
             state.best_step, state.best = state.step, numbers
-        if display is not None:
-            self._log(display, {f"validation/{name}": value for name, value in numbers.items()})
+        if shown is not None:
+            self._log(shown, {f"validation/{name}": value for name, value in numbers.items()})
             say(
                 f"train: after step {state.step}: validation loss {numbers['loss']:.3f}, "
                 f"agreement {numbers['agreement_0']:.3f}, "
                 f"expected acceptance length {numbers['expected_acceptance_length']:.3f}"
             )
+            warning = overfit_warning(state.history, state.best_step)
+            if warning is not None:
+                say(warning)
         return True
 
     def _score_validation(self, batch: Batch, number: int, weights: torch.Tensor) -> Score:
         if number == len(self._choices):
             self._choices.append(full_choices(batch, self.teacher))
         choices = self._choices[number] if number < len(self._choices) else full_choices(batch, self.teacher)
-        return score_batch(self.draft, batch, self.teacher, weights, choices, self.objective)[1]
+        score: Score = self.scoring(batch, weights, choices)[1]
+        return score
 
-    def _log(self, display: Display, values: dict[str, float]) -> None:
+    def _log(self, shown: Display, values: dict[str, float]) -> None:
         point = {"step": float(self.state.step), **values}
         self.state.history.append(point)
-        _plot(display.live, point)
+        shown.plot(point)
 
     def _resume(self) -> None:
         """Take up the newest checkpoint, if there is one, in all processes."""
+        found = self.store.load() if self.store is not None else None
+        state = json.loads(self.processes.text_from_first(json.dumps(asdict(found[0]) if found else None)))
+        if state is None:
+            return
+        self.state = TrainingState(**state)
+        weights, moments = found[1:] if found else ({}, {})
+        with torch.no_grad():
+            for name, value in self.trained.items():
+                value.copy_(spread(weights.get(name), value, self.processes))
+        if self.state.updates:
+            like = self.optimiser.like()
+            spread_moments = {name: spread(moments.get(name), value, self.processes) for name, value in like.items()}
+            self.optimiser.restore(spread_moments, self.state.updates)
         if self.store is not None:
-            self._load(self.store)
-        if self.processes.count == 1:
-            return
-        self.state = TrainingState(**json.loads(self.processes.text_from_first(json.dumps(asdict(self.state)))))
-        self.processes.copy_from_first(value.data for value in self.trained.values())
-        if not self.state.updates:
-            return
-        for value in self.trained.values():
-            if value not in self.optimiser.state:
-                step = torch.tensor(float(self.state.updates))
-                moments = {kind: torch.zeros_like(value) for kind in MOMENTS}
-                self.optimiser.state[value] = {"step": step, **moments}
-            self.processes.copy_from_first(self.optimiser.state[value][kind] for kind in MOMENTS)
-
-    def _load(self, store: CheckpointStore) -> None:
-        found = store.load()
-        if found is None:
-            return
-        self.state, weights, moments = found
-        for name, parameter in self.trained.items():
-            parameter.data.copy_(weights[name])
-            if not self.state.updates:
-                continue
-            self.optimiser.state[parameter] = {
-                "step": torch.tensor(float(self.state.updates)),
-                **{kind: moments[f"{kind}.{name}"].to(self.device) for kind in MOMENTS},
-            }
-        done = "finished" if self.state.finished else f"at step {self.state.step} of {self.schedule.total}"
-        say(f"train: found this run {done} in {store.folder}")
+            done = "finished" if self.state.finished else f"at step {self.state.step} of {self.schedule.total}"
+            say(f"train: found this run {done} in {self.store.folder}")
 
     def _save_and_wait(self) -> None:
         """Save; no process goes on before it is done, so that none can end the first one in the midst of it."""
@@ -391,16 +393,16 @@ class Trainer:
         self.processes.any(False)
 
     def _save(self) -> None:
-        if self.store is None:
-            return
-        weights = {name: value.detach().cpu() for name, value in self.trained.items()}
-        moments = {
-            f"{kind}.{name}": self.optimiser.state[value][kind].cpu()
-            for name, value in self.trained.items()
-            for kind in MOMENTS
-            if self.state.updates
-        }
-        self.store.save(self.state, weights, moments)
+        """All processes together: shards are gathered, one tensor at a time, and the first process writes."""
+        weights = {name: self._gathered(value.detach()) for name, value in self.trained.items()}
+        moments = {name: self._gathered(value) for name, value in self.optimiser.moments().items()}
+        if self.store is not None:
+            self.store.save(self.state, weights, moments)
+
+    def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Whole and on the CPU in the first process; the others keep nothing."""
+        gathered = whole(tensor)
+        return gathered.cpu() if self.store is not None else gathered.new_empty(0)
 
 
 def summarise(score: Score, decay: float) -> dict[str, float]:
@@ -411,8 +413,12 @@ def summarise(score: Score, decay: float) -> dict[str, float]:
     return numbers
 
 
-def run_metrics(trainer: Trainer, vocabulary: DraftVocabulary) -> dict[str, Any]:
-    """The metrics of a finished run; those of validation are of the exported weights."""
+def run_metrics(trainer: Trainer, vocabulary: DraftVocabulary, validation_coverage: float) -> dict[str, Any]:
+    """The metrics of a finished run; those of validation are of the exported weights.
+
+    validation_coverage: the share of the generated tokens of the validation split that the vocabulary covers.
+    validation_loss_rise: how far the last validation loss is above the lowest one, as a share of it.
+    """
     state, corpus = trainer.state, trainer.corpus
     used = len(corpus.train) + len(corpus.validation)
     metrics: dict[str, Any] = {
@@ -434,6 +440,8 @@ def run_metrics(trainer: Trainer, vocabulary: DraftVocabulary) -> dict[str, Any]
     }
     if state.best:
         metrics |= {"best_step": state.best_step, "validation_loss": state.best["loss"]}
+        metrics["validation_loss_rise"] = validation_rise(state.history)
+        metrics["validation_vocab_coverage"] = validation_coverage
         metrics |= {name: value for name, value in state.best.items() if name != "loss"}
     return metrics
 
@@ -441,18 +449,3 @@ def run_metrics(trainer: Trainer, vocabulary: DraftVocabulary) -> dict[str, Any]
 def _merit(numbers: dict[str, float]) -> tuple[float, float]:
     """What makes one validation better than another: expected acceptance length, then the loss."""
     return numbers["expected_acceptance_length"], -numbers["loss"]
-
-
-def make_optimiser(parameters: list[torch.nn.Parameter], params: TrainParams) -> torch.optim.AdamW:
-    """AdamW; weight decay on matrices only."""
-    matrices = [value for value in parameters if value.dim() > 1]
-    vectors = [value for value in parameters if value.dim() == 1]
-    groups = [{"params": matrices, "weight_decay": params.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=params.learning_rate, betas=(params.beta1, params.beta2), fused=True)
-
-
-def _plot(live: Live, point: dict[str, float]) -> None:
-    live.step = int(point["step"])
-    for name, value in point.items():
-        if name != "step":
-            live.log_metric(name, value)

@@ -10,6 +10,7 @@ Letters: K steps, N context rows, R query rows, U target rows, H hidden size, V 
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from eagle3.draft.data import Batch
 from eagle3.draft.layers import rms_norm
@@ -131,6 +132,18 @@ def score_batch(
     targets = Targets(states, teacher.draft_head, batch.source, batch.counted, taught, choices)
     losses = distill(normed, draft.lm_head.weight, targets, weights, draft.compute_dtype, objective)
     return losses.loss, _summarise(batch, losses.sums, losses.agreed)
+
+
+class Scoring(nn.Module):
+    """`score_batch` of one draft, teacher and objective as a module: what is to be sharded has to be one."""
+
+    def __init__(self, draft: DraftModel, teacher: Teacher, objective: Objective):
+        super().__init__()
+        self.draft, self.teacher, self.objective = draft, teacher, objective
+
+    def forward(self, batch: Batch, weights: torch.Tensor, choices: torch.Tensor | None) -> tuple[torch.Tensor, Score]:
+        """As `score_batch`."""
+        return score_batch(self.draft, batch, self.teacher, weights, choices, self.objective)
 
 
 def full_choices(batch: Batch, teacher: Teacher) -> torch.Tensor:

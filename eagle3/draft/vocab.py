@@ -66,8 +66,13 @@ def choose_vocabulary(
         size = min(vocab, _size_for_coverage(counts[order], order, needed, coverage))
     others = order[~torch.isin(order, needed)]
     token_ids = torch.cat([needed, others[: size - len(needed)]]).sort().values
+    return DraftVocabulary(token_ids, vocab, covered_share(counts, token_ids))
+
+
+def covered_share(counts: torch.Tensor, token_ids: torch.Tensor) -> float:
+    """The share of tokens that are among token_ids; counts int64 [V]: how often each occurs. 1 where none does."""
     total = int(counts.sum())
-    return DraftVocabulary(token_ids, vocab, int(counts[token_ids].sum()) / total if total else 1.0)
+    return int(counts[token_ids].sum()) / total if total else 1.0
 
 
 def _size_for_coverage(ranked: torch.Tensor, order: torch.Tensor, needed: torch.Tensor, coverage: float) -> int:

@@ -3,6 +3,7 @@
 import http.client
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from eagle3.serving.engine import engine_arguments, engine_environment
 from eagle3.serving.process import last_words, signal_group, start_child
 
 HOST = "127.0.0.1"
+#: Below those that a system gives to outgoing connections: a port that is free now is free when its server gets there.
+PORTS = range(15_000, 30_000)
 GRACE_S = 15
 NEWS_EVERY_S = 15
 POLL_S = 0.5
@@ -236,9 +239,14 @@ def free_port() -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """So many of them, all different."""
+    """So many of them, all different. Raises ValueError when there are not so many."""
+    found: list[int] = []
     with ExitStack() as held:
-        probes = [held.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind((HOST, 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
+        for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+            probe = held.enter_context(socket.socket())
+            with suppress(OSError):
+                probe.bind((HOST, port))
+                found.append(port)
+            if len(found) == count:
+                return found
+    raise ValueError(f"{HOST} has no {count} free ports from {PORTS.start} to {PORTS.stop - 1}")
