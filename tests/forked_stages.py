@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,6 +26,12 @@ from tests.draft_runs import Run, wait_until
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["tests.forked_stages"])
+
+
+def end_server() -> None:
+    """End the process that stages are forked from, and its tracker: other tests look whether they left a child."""
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
 
 
 class Stage:

@@ -7,10 +7,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors import safe_open
@@ -25,10 +26,17 @@ from eagle3.verifier import read_identity
 from stages.check import check_together
 from tests.draft_data import Text, make_states, random_texts
 from tests.draft_runs import PARAMS, ROOT, SETTINGS, Run, checkpoints, wait_until
-from tests.forked_stages import Stage, gone
+from tests.forked_stages import Stage, end_server, gone
 
 CPU = torch.device("cpu")
 TOGETHER = {"nproc": 2, "gradient_accumulation": 3}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_server_afterwards() -> Iterator[None]:
+    yield
+    end_server()
+    assert not psutil.Process().children()
 
 
 @pytest.fixture(autouse=True)
