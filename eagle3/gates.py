@@ -28,6 +28,7 @@ HEAD_ROWS = 512  # rows that go through the head at once
 TOP = 20  # a sampled token should be among so many of the most likely ones
 MIN_SAMPLE_ROWS = 8  # a sample is judged on its own only by so many rows
 MIN_SAMPLE_AGREEMENT = 0.5
+RIGHT = 0.95  # what a sample of right states is expected to have, at least
 CHANCE = 0.001  # a share that falls short by bad luck is accepted, unless it would take luck as rare as this
 
 
@@ -56,17 +57,17 @@ class Agreement:
         return min(1.0, self.hits / self.expected) if self.expected else 1.0
 
     def falls_short(self, minimum: float) -> bool:
-        """Whether the share is below `minimum` by more than chance, if each row agreed with that probability.
+        """Whether the share is below `minimum` by more than chance, if each row agreed with that part of its chance.
 
-        By Chernoff's bound: of 32 rows at 0.95, 25 may be hits by chance and 24 not; of 5,000, 4,691 and 4,690.
+        By Chernoff's bound: of 32 greedy rows at 0.95, 25 may be hits by chance and 24 not; of 5,000, 4,691 and 4,690.
         """
         if self.share >= minimum or minimum in (0, 1):
             return self.share < minimum
-        missing = 1 - self.share
-        distance = missing * math.log(missing / (1 - minimum))
-        if self.share:
-            distance += self.share * math.log(self.share / minimum)
-        return self.expected * distance > -math.log(CHANCE)
+        likely, found = minimum * self.expected / self.rows, self.hits / self.rows
+        distance = (1 - found) * math.log((1 - found) / (1 - likely))
+        if found:
+            distance += found * math.log(found / likely)
+        return self.rows * distance > -math.log(CHANCE)
 
 
 def row_faults(states: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -161,7 +162,8 @@ def check_shard(
     agreements = head_agreement([(shard.sample(position), greedy[position]) for position in chosen], head)
     agreements += choice_agreement([(shard.sample(position), choices[position]) for position in told], head)
     for position, agreement in zip(chosen + told, agreements, strict=True):
-        if agreement.rows >= MIN_SAMPLE_ROWS and agreement.share < MIN_SAMPLE_AGREEMENT:
+        few = agreement.share < MIN_SAMPLE_AGREEMENT and agreement.falls_short(RIGHT)
+        if agreement.rows >= MIN_SAMPLE_ROWS and few:
             detail = f"the head gives {agreement.share:.0%} of {agreement.rows} tokens"
             problems[position] = Problem("head-disagreement", detail)
     return problems, sum(agreements, Agreement())

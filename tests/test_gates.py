@@ -92,6 +92,13 @@ def test_few_rows_may_fall_short_by_chance_and_many_may_not(rows: int, enough: i
     assert Agreement(0, rows, rows).falls_short(0.95)
 
 
+def test_where_the_verifier_is_unsure_no_hit_in_eight_rows_is_no_proof() -> None:
+    """Sampled rows whose 20 likeliest tokens have a quarter of the probability: 0 of 8 happens once in ten."""
+    assert not Agreement(0, 2.0, 8).falls_short(0.95)
+    assert Agreement(0, 20.0, 80).falls_short(0.95)
+    assert Agreement(0, 7.8, 8).falls_short(0.95)
+
+
 @pytest.mark.parametrize(
     ("value", "reason"),
     [(float("nan"), "not-finite"), (float("inf"), "not-finite"), (0.0, "zero-row"), (3.0, "constant-row")],
