@@ -29,17 +29,15 @@ from transformers import AutoModelForCausalLM
 from benchmarks.project import ROOT
 from eagle3.hidden_states import (
     RECORDING,
-    OpenShard,
     PlannedShard,
     ShardFacts,
     ShardStore,
     TokenTable,
-    finish_shard,
     missing_shards,
     plan_shards,
-    record_shards,
 )
 from eagle3.params import Params, load_params
+from eagle3.recording import Recording
 from eagle3.schemas import TOKENS
 from eagle3.serving.engine import in_process_environment
 from eagle3.serving.process import EngineProcess, signal_group
@@ -95,9 +93,11 @@ def compare(work: Work, folder: Path, pairs: int) -> tuple[dict[str, list[float]
     samples = [list(row["input_ids"]) for row in work.table.rows(RECORDING)]
     tokens = sum(map(len, samples))
     rates: dict[str, list[float]] = {"prefill": [], "record": []}
-    with plain_engine(work, folder) as prefill, recording_engine(work, folder) as recorder:
+    with (
+        plain_engine(work, folder) as prefill,
+        recording(work).recorder(work.folder, folder / "record.log") as recorder,
+    ):
         head = load_head(work.folder)
-        torch.set_num_threads(1)  # as the stage does: the engines have all cores
         prefill.receive(PATIENCE_S)
         signal_group(prefill.pid, signal.SIGSTOP)
         for pair in range(-1, pairs):
@@ -169,18 +169,9 @@ def plain_engine(work: Work, folder: Path) -> EngineProcess:
     return EngineProcess("benchmarks.plain_prefill:prefill", (plain,), environment, log, "prefill")
 
 
-def recording_engine(work: Work, folder: Path) -> StateRecorder:
-    """The stage's own."""
-    return StateRecorder(
-        work.params.verifier,
-        work.params.engine,
-        work.identity,
-        work.folder,
-        folder / "record.log",
-        dtype=work.identity.dtype,
-        max_pending_mib=work.params.extract.max_pending_mib,
-        stall_timeout_s=work.params.extract.stall_timeout_s,
-    )
+def recording(work: Work) -> Recording:
+    """The stage's own machinery."""
+    return Recording(work.identity, work.params.verifier, work.params.engine, work.params.extract)
 
 
 def run_prefill(engine: EngineProcess, samples: list[list[int]]) -> float:
@@ -192,22 +183,19 @@ def run_prefill(engine: EngineProcess, samples: list[list[int]]) -> float:
 
 def run_record(recorder: StateRecorder, work: Work, head: HeadWeights) -> float:
     """Seconds of the stage's machinery with an empty work store."""
-    extract, faults = work.params.extract, 0
-
+    faults = 0
     with tempfile.TemporaryDirectory() as temporary, ShardStore(Path(temporary)) as store:
-
-        def finish(shard: OpenShard) -> ShardFacts:
-            return finish_shard(store, shard, work.identity, head, extract)
 
         def done(_: PlannedShard, facts: ShardFacts) -> None:
             nonlocal faults
             faults += len(facts.problems)
 
+        extract = work.params.extract
         plan = plan_shards(work.table, work.identity, extract, Account("extract", 0))
         keys = {shard.key for shard in plan}
         started = time.monotonic()
         shards = missing_shards(store, plan, keys, work.table, work.identity, extract)
-        record_shards(recorder, shards, 2 * work.params.engine.max_num_seqs, finish, done)
+        recording(work).stream(recorder, shards, store, head, done)
         seconds = time.monotonic() - started
     if faults:
         print(f"record: {faults} samples failed a gate", flush=True)

@@ -46,8 +46,8 @@ from eagle3.hidden_states import (
 )
 from eagle3.params import Params, load_params
 from eagle3.reasoning import NO_MARKERS
+from eagle3.recording import Recording
 from eagle3.serving import recorder
-from eagle3.serving.recorder import StateRecorder
 from eagle3.tables import Account
 from eagle3.verifier import VerifierIdentity
 from tests.token_tables import token_row, write_tokens
@@ -168,16 +168,8 @@ def write_shards(bench: Bench, plan: list[PlannedShard]) -> float:
         def done(planned: PlannedShard, its: ShardFacts) -> None:
             facts[planned.key] = its
 
-        recording = StateRecorder(
-            bench.params.verifier,
-            bench.params.engine,
-            bench.identity,
-            bench.folder / "model",
-            bench.folder / "engine.log",
-            dtype=bench.identity.dtype,
-            max_pending_mib=bench.params.extract.max_pending_mib,
-            stall_timeout_s=bench.params.extract.stall_timeout_s,
-        )
+        way = Recording(bench.identity, bench.params.verifier, bench.params.engine, bench.params.extract)
+        recording = way.recorder(bench.folder / "model", bench.folder / "engine.log")
         keys = {shard.key for shard in plan}
         with recording:
             started = time.monotonic()

@@ -277,7 +277,7 @@ def serve_command(params: Params, verifier: Path) -> str:
     words += ["--enforce-eager"] if params.engine.enforce_eager else []
     if runs_on_cpu():  # else vLLM wants nearly all of the machine's memory for itself
         words += ["--kv-cache-memory-bytes", str(int(params.engine.cpu_kv_cache_gib * GIB))]
-        if has_latent_attention(verifier) or has_latent_attention(DRAFT):
+        if has_latent_attention(verifier, DRAFT):
             words += ["--compilation-config", json.dumps(LATENT_ON_CPU)]
     return shlex.join([*words, "--speculative-config", json.dumps(speculative)])
 

@@ -1,11 +1,16 @@
 """Fixtures shared by all tests."""
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
-import tests.pinning  # noqa: F401 - before anything that imports torch
+from tests.pinning import on_cores  # isort: skip - it chooses this process's cores before anything imports torch
+
+import torch
+
 from tests.draft_data import generate_texts, make_states
 from tests.tiny_kimi import build_tiny_kimi
 from tests.tiny_reasoner import trained_reasoner
@@ -51,6 +56,29 @@ def tiny_kimi(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_kimi_thinking(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same in the style of Kimi-K2-Thinking: the model opens the thinking itself."""
     return build_tiny_kimi(tmp_path_factory.mktemp("verifier") / "kimi", "k2-thinking")
+
+
+@pytest.fixture(scope="module")
+def one_core() -> Iterator[None]:
+    """For tiny models: threads that wait for each other on a busy machine take minutes."""
+    with on_cores({min(os.sched_getaffinity(0))}):
+        yield
+
+
+@pytest.fixture(scope="module")
+def all_cores() -> Iterator[None]:
+    """For several engines, which need a core each."""
+    with on_cores(range(os.cpu_count() or 1)):
+        yield
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Tiny products gain nothing from threads, and lose much on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ Where there are more workers than cores, several have the same single core, and 
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 if hasattr(os, "sched_setaffinity") and "PYTEST_XDIST_WORKER" in os.environ:
     number = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
@@ -24,13 +24,3 @@ def on_cores(cores: Iterable[int]) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, before)
-
-
-def on_one_core() -> AbstractContextManager[None]:
-    """For tiny models: threads that wait for each other on a busy machine take minutes."""
-    return on_cores({min(os.sched_getaffinity(0))})
-
-
-def on_all_cores() -> AbstractContextManager[None]:
-    """For several engines, which need a core each."""
-    return on_cores(range(os.cpu_count() or 1))

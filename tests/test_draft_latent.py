@@ -17,8 +17,9 @@ from eagle3.params import TrainParams, load_params
 from eagle3.serving.engine import engine_arguments
 from tests.draft_data import generate_texts, make_states, verifier_params
 from tests.draft_runs import Run
-from tests.test_draft_training import one_thread, run  # noqa: F401 - fixtures
+from tests.test_draft_training import run  # noqa: F401 - a fixture
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 DEFAULT = load_params(Path(__file__).parent.parent / "params.yaml")
 PARAMS: TrainParams = DEFAULT.train
 YARN = {"type": "yarn", "factor": 32.0, "original_max_position_embeddings": 64, "beta_fast": 1.0, "beta_slow": 1.0}

@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,14 +22,7 @@ from tests.draft_data import generate_texts, make_states
 from tests.draft_runs import PARAMS, SETTINGS, Run, checkpoints, make_trainer, start, wait_until
 from tests.tiny_verifiers import build_tiny_verifier
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny products gain nothing from threads, and lose much on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

@@ -2,11 +2,9 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from eagle3.console import Interrupted
@@ -20,13 +18,7 @@ from tests.draft_runs import Run
 MEMORISES = {"epochs": 40, "validations": 8, "freeze_lm_head": False, "learning_rate": 0.01, "gradient_accumulation": 2}
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny products gain nothing from threads, and lose much on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

@@ -32,11 +32,11 @@ from eagle3.serving.ray_workers import largest_share
 from eagle3.serving.recorder import digest_ids
 from eagle3.tables import Row
 from eagle3.verifier import write_identity
-from tests.pinning import on_all_cores
 from tests.stage_runs import wait_until
 from tests.test_extract import FAKE, IDENTITY, Run, make_row, make_run
 from tests.token_tables import PROJECT, write_tokens
 
+pytestmark = pytest.mark.usefixtures("all_cores")
 WORKER = "tests.fake_recording_worker:work"
 LOCAL = {"extract__executor": "local", "extract__workers": 2}
 RAY = {"extract__executor": "ray", "extract__workers": 2}
@@ -121,12 +121,6 @@ def test_shares_of_cores_and_gpus_are_disjoint(monkeypatch: pytest.MonkeyPatch) 
 )
 def test_a_worker_has_devices_of_one_node(nodes: list[int], count: int, size: int) -> None:
     assert largest_share(nodes, count) == size
-
-
-@pytest.fixture(autouse=True)
-def all_cores() -> Iterator[None]:
-    with on_all_cores():
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -17,8 +17,9 @@ from eagle3.draft.warm_start import read_checkpoint
 from eagle3.verifier import load_head, read_identity
 from tests.draft_runs import Run
 from tests.test_draft_export import LATENT, TOKEN_IDS, export, sizes_of
-from tests.test_draft_training import one_thread, run  # noqa: F401 - fixtures
+from tests.test_draft_training import run  # noqa: F401 - a fixture
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 AUX = (2, 4, 5)
 OTHER_IDS = torch.arange(0, 640, 4)
 

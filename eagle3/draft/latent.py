@@ -8,15 +8,12 @@ Letters: N rows, R query rows, H hidden size, h heads, d width of queries and ke
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
-from eagle3.draft.attention import Document, LayerMemory
-from eagle3.draft.layers import Linear, RMSNorm, rotate_pairs, widen
+from eagle3.draft.layers import Linear, RMSNorm, RotaryAttention, rotate_pairs
 from eagle3.params import TrainParams
 
 
@@ -97,8 +94,9 @@ def latent_config(sizes: LatentSizes, num_layers: int) -> dict[str, Any]:
     }
 
 
-class LatentAttention(nn.Module):
-    """Attention of h heads over a LayerMemory. width: of the input; eps: of the norms of latent rows."""
+class LatentAttention(RotaryAttention):
+    """Attention of h heads, each with keys and values of its own (g = h). width: of the input; eps: of the norms of
+    latent rows. Cosine and sine hold each value twice."""
 
     def __init__(self, sizes: LatentSizes, num_heads: int, hidden_size: int, width: int, eps: float):
         super().__init__()
@@ -114,26 +112,7 @@ class LatentAttention(nn.Module):
         self.kv_b_proj = Linear(sizes.kv_lora_rank, num_heads * (sizes.qk_nope_head_dim + sizes.v_head_dim))
         self.o_proj = Linear(num_heads * sizes.v_head_dim, hidden_size)
 
-    def forward(
-        self,
-        inputs: torch.Tensor,
-        rotation: tuple[torch.Tensor, torch.Tensor],
-        memory: LayerMemory,
-        documents: Sequence[Document],
-        rows: torch.Tensor | None,
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
-        """inputs [N, width] to [R, H]. rotation: cosine and sine [N, 1, qk_rope_head_dim], each value twice."""
-        inputs = inputs.to(dtype)
-        cos, sin = rotation
-        key, value = self._keys_and_values(inputs, cos, sin, dtype)
-        if rows is not None:
-            inputs, cos, sin = inputs[rows], cos[rows], sin[rows]
-        query = self._queries(inputs, cos, sin, dtype)
-        return widen(self.o_proj(memory.attend(query, key, value, documents).flatten(1), dtype))
-
-    def _queries(self, inputs: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """[R, width] to [R, h, d]."""
+    def queries(self, inputs: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         sizes = self.sizes
         if sizes.q_lora_rank is None:
             flat = self.q_proj(inputs, dtype)
@@ -144,10 +123,9 @@ class LatentAttention(nn.Module):
         )
         return torch.cat([plain, rotate_pairs(turned, cos, sin)], dim=-1)
 
-    def _keys_and_values(
+    def keys_and_values(
         self, inputs: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[N, width] to [N, h, d] and [N, h, e]."""
         sizes = self.sizes
         latent, shared = self.kv_a_proj_with_mqa(inputs, dtype).split(
             [sizes.kv_lora_rank, sizes.qk_rope_head_dim], dim=-1

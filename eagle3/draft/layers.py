@@ -3,9 +3,13 @@
 Weights stay float32; matrix products run in the dtype that is asked for, norms and rotations in float32.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 from torch.nn import functional
+
+from eagle3.draft.attention import Document, LayerMemory
 
 
 class Linear(nn.Module):
@@ -31,6 +35,43 @@ class RMSNorm(nn.Module):
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """[.., width] to [.., width]."""
         return rms_norm(states, self.weight, self.eps)
+
+
+class RotaryAttention(nn.Module):
+    """Attention over a LayerMemory, of queries for some rows and keys and values for all.
+
+    Letters: N rows, R query rows, H hidden size, h heads, g key-value heads, d width of queries and keys, e of values.
+    """
+
+    o_proj: Linear
+
+    def forward(
+        self,
+        inputs: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        memory: LayerMemory,
+        documents: Sequence[Document],
+        rows: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """inputs [N, width] to [R, H]. rotation: cosine and sine [N, 1, width of the rotated part]."""
+        inputs = inputs.to(dtype)
+        cos, sin = rotation
+        key, value = self.keys_and_values(inputs, cos, sin, dtype)
+        if rows is not None:
+            inputs, cos, sin = inputs[rows], cos[rows], sin[rows]
+        query = self.queries(inputs, cos, sin, dtype)
+        return widen(self.o_proj(memory.attend(query, key, value, documents).flatten(1), dtype))
+
+    def queries(self, inputs: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """[R, width] to [R, h, d]."""
+        raise NotImplementedError
+
+    def keys_and_values(
+        self, inputs: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[N, width] to [N, g, d] and [N, g, e]."""
+        raise NotImplementedError
 
 
 def rms_norm(states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

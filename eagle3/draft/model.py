@@ -24,7 +24,7 @@ from eagle3.draft.latent import (
     latent_rope_parameters,
     latent_scale,
 )
-from eagle3.draft.layers import Linear, RMSNorm, rotate, widen
+from eagle3.draft.layers import Linear, RMSNorm, RotaryAttention, rotate, widen
 from eagle3.params import TrainParams
 
 
@@ -251,8 +251,8 @@ class DraftLayer(nn.Module):
         return widen(self.mlp(self.post_attention_layernorm(residual), dtype)), residual
 
 
-class DraftAttention(nn.Module):
-    """Grouped-query attention with rotary positions over a LayerMemory."""
+class DraftAttention(RotaryAttention):
+    """Grouped-query attention, as Llama (d = e)."""
 
     def __init__(self, sizes: DraftSizes, width: int):
         super().__init__()
@@ -262,24 +262,13 @@ class DraftAttention(nn.Module):
         self.v_proj = Linear(width, sizes.num_kv_heads * sizes.head_dim)
         self.o_proj = Linear(sizes.num_heads * sizes.head_dim, sizes.hidden_size)
 
-    def forward(
-        self,
-        inputs: torch.Tensor,
-        rotation: tuple[torch.Tensor, torch.Tensor],
-        memory: LayerMemory,
-        documents: Sequence[Document],
-        rows: torch.Tensor | None,
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
-        """inputs [N, width] to [R, H]."""
-        inputs = inputs.to(dtype)
-        cos, sin = rotation
-        key = rotate(self._heads(self.k_proj(inputs, dtype)), cos, sin)
-        value = self._heads(self.v_proj(inputs, dtype))
-        if rows is not None:
-            inputs, cos, sin = inputs[rows], cos[rows], sin[rows]
-        query = rotate(self._heads(self.q_proj(inputs, dtype)), cos, sin)
-        return widen(self.o_proj(memory.attend(query, key, value, documents).flatten(1), dtype))
+    def queries(self, inputs: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return rotate(self._heads(self.q_proj(inputs, dtype)), cos, sin)
+
+    def keys_and_values(
+        self, inputs: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return rotate(self._heads(self.k_proj(inputs, dtype)), cos, sin), self._heads(self.v_proj(inputs, dtype))
 
     def _heads(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.view(len(tensor), tensor.shape[-1] // self.head_dim, self.head_dim)

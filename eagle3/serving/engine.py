@@ -92,16 +92,19 @@ def engine_arguments(
         arguments["kv_cache_memory_bytes"] = int(engine.cpu_kv_cache_gib * GIB)
         if engine.tensor_parallel_size == 1 and "distributed_executor_backend" not in engine.extra_args:
             arguments["distributed_executor_backend"] = "uni"
-        latent = has_latent_attention(folder) or (draft is not None and has_latent_attention(draft))
-        if latent and "compilation_config" not in engine.extra_args:
+        if has_latent_attention(folder, draft) and "compilation_config" not in engine.extra_args:
             arguments["compilation_config"] = LATENT_ON_CPU
     if taken := sorted(arguments.keys() & engine.extra_args.keys()):
         raise ValueError(f"engine.extra_args: {', '.join(taken)} is already set from params.yaml; remove it there")
     return arguments | engine.extra_args
 
 
-def has_latent_attention(folder: Path) -> bool:
-    """Whether a model's attention is of DeepSeek's kind (MLA). False for a folder without a readable config.json."""
+def has_latent_attention(*folders: Path | None) -> bool:
+    """Whether one of these models has attention of DeepSeek's kind (MLA). A folder without a config.json has none."""
+    return any(folder is not None and _is_latent(folder) for folder in folders)
+
+
+def _is_latent(folder: Path) -> bool:
     try:
         config = json.loads((folder / "config.json").read_text())
         return "kv_lora_rank" in config or "kv_lora_rank" in config.get("text_config", {})

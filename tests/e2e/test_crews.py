@@ -3,7 +3,6 @@
 import json
 import random
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -19,17 +18,10 @@ from eagle3.verifier import read_identity
 from stages.extract import extract
 from stages.generate import generate
 from tests.draft_data import Text, read_states
-from tests.pinning import on_all_cores
 from tests.stage_runs import prompt_row
 from tests.token_tables import greedy_samples, token_row, write_params, write_tokens, write_verifier_json
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def all_cores() -> Iterator[None]:
-    with on_all_cores():
-        yield
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("all_cores")]
 
 
 def write_inputs(folder: Path, verifier: Path) -> list[Row]:

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +27,6 @@ from eagle3.shards import Sample, open_shard, write_shard
 from eagle3.tables import Row, read_table
 from eagle3.verifier import load_head
 from stages.extract import extract
-from tests.pinning import on_one_core
 from tests.tiny_verifiers import build_tiny_verifier
 from tests.token_tables import (
     PROJECT,
@@ -39,7 +37,7 @@ from tests.token_tables import (
     write_verifier_json,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_core")]
 AUX = [2, 4, 5]
 FILES = ("tokens", "verifier.json", "hidden_states", "metrics.json", "params.yaml")
 
@@ -73,12 +71,6 @@ class Recording:
 
     def sample(self, entry: Row) -> Sample:
         return open_shard(self.folder / "hidden_states" / entry["shard"]).sample(entry["position"])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_core() -> Iterator[None]:
-    with on_one_core():
-        yield
 
 
 @pytest.fixture(scope="module")

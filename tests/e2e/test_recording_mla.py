@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,22 +12,15 @@ from eagle3.schemas import STATES
 from eagle3.shards import open_shard
 from eagle3.tables import read_table
 from stages.extract import extract
-from tests.pinning import on_one_core
 from tests.token_tables import greedy_samples, token_row, write_params, write_tokens, write_verifier_json
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_core")]
 AUX = [2, 3, 4]
 PLAIN = {"rope_type": "default", "rope_theta": 50000.0}
 
 
-@pytest.fixture
-def one_core() -> Iterator[None]:
-    with on_one_core():
-        yield
-
-
 @pytest.mark.parametrize("positions", ["yarn", "plain"])
-def test_states_are_those_of_transformers(tiny_kimi: Path, tmp_path: Path, one_core: None, positions: str) -> None:
+def test_states_are_those_of_transformers(tiny_kimi: Path, tmp_path: Path, positions: str) -> None:
     """With rope of both kinds: the CPU kernel of vLLM 0.32 turns the wrong values for the plain one (engine.py)."""
     verifier = tmp_path / "verifier"
     shutil.copytree(tiny_kimi, verifier)
