@@ -1,7 +1,8 @@
-# make demo   set everything up and run the pipeline on the bundled verifier
-# make test   set everything up and run all tests
-# make check  format, lint, types, fast tests
-# make env    only set everything up, in .venv
+# make demo      set everything up and run the pipeline on the bundled verifier
+# make test      set everything up and run the tests of all stages on real vLLM and DVC
+# make test-all  the same and the exhaustive ones: further machines, options and formats; what CI runs
+# make check     format, lint, types, fast tests
+# make env       only set everything up, in .venv
 #
 # PYTHON             the interpreter to build the environment with (3.11 is the tested one)
 # TORCH_INDEX        where the CPU build of torch comes from, if your package index has only CUDA builds of it
@@ -19,7 +20,7 @@ LOCK := requirements/cpu.lock
 export PATH := $(abspath $(BIN)):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: env demo test check format lock clean
+.PHONY: env demo test test-all check format lock clean
 
 env: $(STAMP)
 
@@ -41,14 +42,19 @@ demo: env
 	dvc repro
 	eagle3 summary
 
+PYTEST := python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+
 test: env
-	python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m "not exhaustive"
+
+test-all: env
+	$(PYTEST)
 
 check: env
 	ruff format --check .
 	ruff check .
 	mypy
-	python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow"
+	$(PYTEST) -m "not slow"
 
 format: env
 	ruff format .

@@ -12,7 +12,7 @@ from tests.extract_runs import contents, make_rows, prepare
 from tests.test_extract import FAKE, IDENTITY
 from tests.token_tables import PROJECT
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
 KEPT = ("check", "prompts", "extract")
 REPRO = ("repro", "prompts", "extract")

@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("all_cores")
 WORKER = "tests.fake_recording_worker:work"
 LOCAL = {"extract__executor": "local", "extract__workers": 2}
 RAY = {"extract__executor": "ray", "extract__workers": 2}
-KINDS = [pytest.param(LOCAL, id="local"), pytest.param(RAY, id="ray", marks=pytest.mark.slow)]
+KINDS = [pytest.param(LOCAL, id="local"), pytest.param(RAY, id="ray", marks=[pytest.mark.slow, pytest.mark.exhaustive])]
 
 
 class ScriptedWorkers:
@@ -193,7 +193,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     [
         pytest.param(LOCAL, "fake_recording_engine", id="engine"),
         pytest.param(LOCAL, "eagle3.serving.process", id="worker"),
-        pytest.param(RAY, "ray::Place", id="actor", marks=pytest.mark.slow),
+        pytest.param(RAY, "ray::Place", id="actor", marks=[pytest.mark.slow, pytest.mark.exhaustive]),
     ],
 )
 def test_kill_9_is_survived_and_nothing_finished_is_recorded_again(
@@ -271,7 +271,7 @@ class StageProcess:
         pytest.param(LOCAL, signal.SIGKILL, id="local-kill"),
         pytest.param(LOCAL, signal.SIGTERM, id="local-term"),
         pytest.param(LOCAL, signal.SIGINT, id="local-int"),
-        pytest.param(RAY, signal.SIGKILL, id="ray-kill", marks=pytest.mark.slow),
+        pytest.param(RAY, signal.SIGKILL, id="ray-kill", marks=[pytest.mark.slow, pytest.mark.exhaustive]),
     ],
 )
 def test_a_stage_that_is_ended_takes_everything_along_and_goes_on_later(
@@ -363,6 +363,7 @@ def listening(processes: list[psutil.Process]) -> dict[str, str]:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_ray_of_ours_listens_on_loopback_only_and_writes_nothing_at_home(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[Row]
 ) -> None:
@@ -411,6 +412,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[s
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_cluster_that_runs_is_joined_and_left_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[Row], cluster: tuple[str, psutil.Process]
 ) -> None:
@@ -430,6 +432,7 @@ def test_a_cluster_that_runs_is_joined_and_left_as_it_was(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_driver_that_is_killed_leaves_no_worker_on_a_cluster(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[Row], cluster: tuple[str, psutil.Process]
 ) -> None:

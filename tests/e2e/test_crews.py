@@ -21,7 +21,7 @@ from tests.draft_data import Text, read_states
 from tests.stage_runs import prompt_row
 from tests.token_tables import greedy_samples, token_row, write_params, write_tokens, write_verifier_json
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("all_cores")]
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.usefixtures("all_cores")]
 
 
 def write_inputs(folder: Path, verifier: Path) -> list[Row]:

@@ -11,7 +11,7 @@ from tests.draft_data import verifier_params
 from tests.draft_parity import equal_drafts
 from tests.e2e.test_speculative import DEFAULT, ENGINE, STEPS, make_draft, prompts
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
 FORMS: dict[str, tuple[dict[str, Any], list[int] | None, int]] = {
     "latent": ({"num_layers": 2, "fc_norm": True, "norm_output": True}, None, 5),

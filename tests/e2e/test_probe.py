@@ -15,7 +15,7 @@ from eagle3.tables import Row
 from tests.stage_runs import prompt_row
 from tests.token_tables import PROJECT, write_params
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
 
 def prompts(count: int) -> list[Row]:

@@ -15,7 +15,7 @@ from tests.e2e.test_speculative import DEFAULT, ENGINE, STEPS, make_draft, promp
 from tests.tiny_verifiers import build_tiny_verifier
 from tests.token_tables import token_row, write_params, write_tokens, write_verifier_json
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
 INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
 QUANTISATION = {

@@ -14,7 +14,7 @@ from eagle3.tables import read_table
 from stages.extract import extract
 from tests.token_tables import greedy_samples, token_row, write_params, write_tokens, write_verifier_json
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_core")]
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.usefixtures("one_core")]
 AUX = [2, 3, 4]
 PLAIN = {"rope_type": "default", "rope_theta": 50000.0}
 
