@@ -19,6 +19,7 @@ from eagle3.probe import probe_rates
 from eagle3.remote_check import verify_remote
 from eagle3.sample_view import View, Words, matching_samples, one_sample, show_sample
 from eagle3.serving.engine import GIB, LATENT_ON_CPU, has_latent_attention, runs_on_cpu
+from eagle3.serving.speculative import settings
 from eagle3.tables import count_parts
 from eagle3.tracked import open_tracked
 from eagle3.verification import IDENTITY, Fault, verify_places
@@ -240,6 +241,7 @@ def _written_by(tokens: Path) -> str | None:
 def summary_lines(made: dict[str, Any], params: Params) -> list[str]:
     """The summary as lines; numbers come from the metric files alone."""
     tokens, states, train, evaluate = made["reconstruct_tokens"], made["extract"], made["train"], made["evaluate"]
+    first = settings(params.evaluate)[0]
     speed = f"{evaluate['tokens_per_second_draft']:.0f} against {evaluate['tokens_per_second_plain']:.0f} tokens/s"
     rows = {
         "verifier": params.verifier.model,
@@ -249,8 +251,8 @@ def summary_lines(made: dict[str, Any], params: Params) -> list[str]:
         "training": f"{train['steps']:,} steps, draft vocabulary {train['draft_vocab_size']:,}, "
         f"promised acceptance length {train['expected_acceptance_length']:.2f}",
         "acceptance length": f"{evaluate['acceptance_length']:.2f} at "
-        f"{params.evaluate.num_speculative_tokens} speculative tokens, on {evaluate['num_prompts']} held-out prompts",
-        "speed-up": f"{evaluate['speedup']:.2f}x at batch size {params.evaluate.batch_size} ({speed})",
+        f"{first.num_speculative_tokens} speculative tokens, on {evaluate['num_prompts']} held-out prompts",
+        "speed-up": f"{evaluate['speedup']:.2f}x at batch size {first.batch_size} ({speed})",
         "draft": str(DRAFT),
     }
     return [f"{name + ':':20}{text}" for name, text in rows.items()]
@@ -263,7 +265,7 @@ def serve_command(params: Params, verifier: Path) -> str:
     speculative = {
         "method": "eagle3",
         "model": str(DRAFT),
-        "num_speculative_tokens": params.evaluate.num_speculative_tokens,
+        "num_speculative_tokens": settings(params.evaluate)[0].num_speculative_tokens,
     }
     words = [str(python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python)]
     words += ["-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", "8000"]
