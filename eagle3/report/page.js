@@ -63,14 +63,17 @@
     return made;
   };
 
+  const ready = (made) => {
+    if (made.dataset.filled) return;
+    made.dataset.filled = "yes";
+    fill(made, answers[made.dataset.number]);
+  };
+
   const near = new IntersectionObserver((entries) => {
     for (const entry of entries) {
       if (!entry.isIntersecting) continue;
       near.unobserve(entry.target);
-      if (!entry.target.dataset.filled) {
-        entry.target.dataset.filled = "yes";
-        fill(entry.target, answers[entry.target.dataset.number]);
-      }
+      ready(entry.target);
     }
   }, { rootMargin: "800px" });
 
@@ -124,6 +127,7 @@
     const place = now ? shown.indexOf(Number(now.dataset.number)) + step : 0;
     const next = cards[shown[Math.max(0, Math.min(shown.length - 1, place))]];
     if (!next) return;
+    ready(next);
     next.focus({ preventScroll: true });
     next.scrollIntoView({ block: "nearest" });
   };

@@ -47,7 +47,7 @@ class Report:
 def render(report: Report) -> str:
     """The page."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"number": _number, "percent": _percent}
+    environment.filters |= {"number": _number, "percent": _percent, "pretty": _pretty}
     template = environment.from_string((HERE / "page.html").read_text())
     return template.render(
         report=report,
@@ -132,3 +132,7 @@ def _number(value: float | None, digits: int = 2) -> str:
 
 def _percent(value: float | None) -> str:
     return "" if value is None else f"{value:.1%}"
+
+
+def _pretty(value: Any) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False)
