@@ -13,10 +13,11 @@ from eagle3.acceptance import Answer, Decoded, Prompt, Row, identical
 from eagle3.answer_states import answer_states
 from eagle3.console import Progress, say
 from eagle3.draft.export import load_draft
-from eagle3.draft.replay import Reconciliation, explain, is_large, replay
+from eagle3.draft.replay import replay
 from eagle3.evaluation import break_down, choose_prompts, evaluation_metrics, write_evaluation, write_plots
 from eagle3.lineage import check_draft
 from eagle3.params import Params, load_params
+from eagle3.reconciliation import Reconciliation, explain, is_large
 from eagle3.recording import Recording
 from eagle3.report.build import evaluation_report
 from eagle3.report.page import render

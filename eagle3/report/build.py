@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from eagle3.acceptance import Answer, Row, Setting
-from eagle3.draft.replay import explain, is_large
 from eagle3.evaluation import read_answers, read_breakdown
 from eagle3.lineage import LINEAGE
 from eagle3.params import Params, VerifierParams
 from eagle3.reasoning import Pieces, ThinkingFinder
+from eagle3.reconciliation import explain, is_large
 from eagle3.report.page import Report, training_curves
 from eagle3.report.tokens import viewer_answers
 from eagle3.verifier import VerifierIdentity, load_tokenizer, read_identity

@@ -21,9 +21,10 @@ from eagle3.acceptance import (
 )
 from eagle3.draft.export import export_draft, load_draft
 from eagle3.draft.model import DraftModel, choose_sizes, initialise
-from eagle3.draft.replay import Reconciliation, is_large, replay
+from eagle3.draft.replay import replay
 from eagle3.draft.vocab import DraftVocabulary
 from eagle3.params import EngineParams, EvaluateParams, TrainParams, load_params
+from eagle3.reconciliation import Reconciliation, is_large
 from eagle3.serving.speculative import Decoder, answers_to_decode, decode_settings
 from eagle3.shards import Sample
 from eagle3.speed import step_seconds, worth_of_tokens
