@@ -71,6 +71,8 @@ class PromptsParams(Section):
     deduplicate: bool
     validation_share: Share
     evaluation_share: Share
+    contamination_words: Positive
+    contamination_share: Annotated[float, Field(gt=0, le=1)]
     seed: int
     max_rejected_share: Share
 

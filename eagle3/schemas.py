@@ -22,6 +22,19 @@ PROMPTS = pa.schema(
     ]
 )
 
+#: data/prompts/contamination.parquet: training prompts that hold much of an evaluation prompt.
+CONTAMINATION = pa.schema(
+    [
+        ("prompt_id", pa.string()),
+        ("split", pa.string()),  # train | validation
+        ("source", pa.string()),
+        ("evaluation_prompt_id", pa.string()),
+        ("share", pa.float64()),  # of the evaluation prompt's runs of words that this prompt has too
+        ("text", pa.string()),  # the beginning of either
+        ("evaluation_text", pa.string()),
+    ]
+)
+
 #: data/responses/part-*.parquet: one row per answered prompt, in prompt order.
 RESPONSES = pa.schema(
     [
