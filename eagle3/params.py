@@ -81,7 +81,7 @@ Temperature = Annotated[float, Field(ge=0)]
 
 
 class GenerateParams(Section):
-    responses: Literal["verifier", "reference"]
+    reference_share: Share
     endpoints: list[str]
     servers: Positive
     concurrency: Positive

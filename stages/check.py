@@ -56,8 +56,8 @@ def check_together(params: Params) -> None:
         raise ValueError("extract.shard_min_mib is above extract.shard_max_mib")
     if params.prompts.min_characters > params.prompts.max_characters:
         raise ValueError("prompts.min_characters is above prompts.max_characters")
-    if params.generate.responses == "reference" and params.generate.samples_per_prompt > 1:
-        raise ValueError("generate.samples_per_prompt must be 1 with generate.responses: reference; a prompt has one")
+    if params.generate.reference_share > 0 and params.generate.samples_per_prompt > 1:
+        raise ValueError("generate.samples_per_prompt must be 1 with generate.reference_share; a prompt has one answer")
     if params.train.nproc > params.train.gradient_accumulation:
         raise ValueError(
             "train.nproc is above train.gradient_accumulation, the batches of one optimiser step over all processes: "

@@ -256,7 +256,7 @@ def test_the_check_refuses_what_cannot_work(
 
 
 def test_a_prompt_has_one_reference_answer(tmp_path: Path) -> None:
-    (tmp_path / "params.yaml").write_text(DEFAULT.replace("responses: verifier", "responses: reference"))
+    (tmp_path / "params.yaml").write_text(DEFAULT.replace("reference_share: 0.0", "reference_share: 0.5"))
     check_together(load_params(tmp_path / "params.yaml"))
     text = (tmp_path / "params.yaml").read_text().replace("samples_per_prompt: 1", "samples_per_prompt: 2")
     (tmp_path / "params.yaml").write_text(text)
