@@ -14,7 +14,14 @@ from eagle3.answer_states import answer_states
 from eagle3.console import Progress, say
 from eagle3.draft.export import load_draft
 from eagle3.draft.replay import replay
-from eagle3.evaluation import break_down, choose_prompts, evaluation_metrics, write_evaluation, write_plots
+from eagle3.evaluation import (
+    break_down,
+    choose_prompts,
+    evaluation_metrics,
+    write_evaluation,
+    write_plots,
+    write_run,
+)
 from eagle3.lineage import check_draft
 from eagle3.params import Params, load_params
 from eagle3.reconciliation import Reconciliation, explain, is_large
@@ -49,6 +56,7 @@ def evaluate(
         numbers["lossless_float32"] = identical(answer for batch in exact for answer in batch.answers)
     with new_folder(evaluation) as out:
         write_evaluation(out, decoded, breakdown)
+        write_run(out / "run.json", identity, params.engine, own)
         shown = params.verifier, own.viewer_answers
         page = evaluation_report(answers, asked[0], numbers, breakdown, draft, identity, *shown)
         write_file(out / "report.html", render(page).encode())
