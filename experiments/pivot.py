@@ -94,7 +94,7 @@ def name_of(share: float) -> str:
 def results(project: Project) -> dict[str, dict[str, Any]]:
     """For each finished experiment, by name, its metrics; where stages share a name, those of `train`."""
     found: dict[str, dict[str, Any]] = {}
-    for row in dvc.api.exp_show(repo=str(project.folder), all_commits=True):
+    for row in dvc.api.exp_show(repo=str(project.folder), num=-1):
         if row.get("Experiment") and isinstance(row.get("acceptance_length"), float):
             found[row["Experiment"]] = {name.removeprefix(TRAIN): value for name, value in row.items()}
     return found
