@@ -11,7 +11,7 @@ import torch
 
 from eagle3.acceptance import Answer, Decoded, Prompt, Row, identical
 from eagle3.answer_states import answer_states
-from eagle3.console import Progress, say
+from eagle3.console import Progress, say, timed
 from eagle3.draft.export import load_draft
 from eagle3.draft.replay import replay
 from eagle3.evaluation import (
@@ -44,16 +44,21 @@ def evaluate(
     identity = read_identity(verifier)
     check_draft(draft, identity)
     chosen = choose_prompts(prompts, params.verifier, params.generate, own)
-    decoded = decode(chosen, draft, params, "evaluate")
-    exact = decode(chosen[: own.lossless_prompts], draft, in_float32(params), "lossless check")
+    seconds: dict[str, float] = {}
+    with timed(seconds, "decoding"):
+        decoded = decode(chosen, draft, params, "evaluate")
+    with timed(seconds, "lossless_check"):
+        exact = decode(chosen[: own.lossless_prompts], draft, in_float32(params), "lossless check")
     answers = [a for batch in decoded if batch.setting == asked[0] and batch.arm == "draft" for a in batch.answers]
     in_vocabulary = load_draft(draft)[1].t2d.tolist()
     breakdown = break_down(answers, identity, params.verifier, in_vocabulary)
     numbers = evaluation_metrics(decoded, asked, breakdown)
     if own.estimate_prompts and own.temperature == 0:
-        numbers["estimate"] = reconcile(answers[: own.estimate_prompts], identity, params, draft)
+        with timed(seconds, "estimate"):
+            numbers["estimate"] = reconcile(answers[: own.estimate_prompts], identity, params, draft)
     if exact:
         numbers["lossless_float32"] = identical(answer for batch in exact for answer in batch.answers)
+    numbers["seconds"] = seconds
     with new_folder(evaluation) as out:
         write_evaluation(out, decoded, breakdown)
         write_run(out / "run.json", identity, params.engine, own)
