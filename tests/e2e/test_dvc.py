@@ -49,12 +49,13 @@ def dvc(project: Project, *words: str, fails: bool = False) -> str:
     return done.stdout
 
 
-def verify(project: Project) -> None:
-    """All that the pipeline wrote is whole by its own account."""
-    command = [sys.executable, "-m", "eagle3.cli", "verify"]
+def eagle3(project: Project, *words: str) -> str:
+    """Run the eagle3 command in the project; returns all that it printed."""
+    command = [sys.executable, "-m", "eagle3.cli", *words]
     environment = project.environment()
     done = subprocess.run(command, cwd=project.folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def ran(printed: str) -> set[str]:
@@ -93,7 +94,23 @@ def test_every_stage_accounts_for_its_rows(project: Project) -> None:
     assert project.metrics("extract")["rows_out"] == project.metrics("train")["rows_in"]
     assert project.metrics("extract")["head_agreement"] >= 0.97
     assert project.metrics("evaluate")["num_prompts"] == 3
-    verify(project)
+    eagle3(project, "verify")
+
+
+def test_an_evaluation_explains_itself_and_is_no_better_than_itself(project: Project) -> None:
+    """The draft that is served proposes what the trained one does; the page has all parts; compared with its commit."""
+    numbers = project.metrics("evaluate")
+    assert numbers["estimate"]["steps"] > 20
+    assert numbers["estimate"]["equal_steps"] >= 0.97  # float32
+    assert numbers["best_by_batch_size"].keys() <= {"1", "4", "16"}
+    assert (project.folder / "data/evaluation/report.html").stat().st_size > 20_000
+    eagle3(project, "report", "--against", "HEAD")
+    page = (project.folder / "report.html").read_text()
+    assert all(f'<h2 id="{part}">' in page for part in ("speed", "where", "comparison", "training", "data", "lineage"))
+    told = eagle3(project, "compare", ".", "HEAD")
+    (overall,) = [line for line in told.splitlines() if line.startswith("  all prompts")]
+    assert overall.split()[-2:] == ["not", "distinguishable"]
+    assert "that differ" not in told
 
 
 def test_a_second_repro_does_nothing_and_is_quick(project: Project) -> None:
@@ -142,7 +159,7 @@ def test_push_and_pull_give_identical_bytes(project: Project) -> None:
         shutil.rmtree(project.folder / "data" / name)
     dvc(project, "pull")
     assert outs(project) == before
-    verify(project)
+    eagle3(project, "verify")
     assert ran(dvc(project, "repro")) == set()
 
 
