@@ -23,6 +23,7 @@ BUNDLED_BASE = ("HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 LICENSE = re.compile(r"[a-z0-9][a-z0-9.-]*")
 FRONT_MATTER = re.compile(r"\A---\r?\n(.*?)\r?\n---\s", re.DOTALL)
+OUTSIDE_A_NAME = re.compile(r"[^\w.-]", re.ASCII)
 PUNCTUATION = re.compile(r"([!-/:-@\[-`{-~])")
 MEASURED = (
     "acceptance_length",
@@ -100,8 +101,8 @@ def markdown(text: str) -> str:
 
 
 def _code(text: str) -> str:
-    """Foreign text between backticks."""
-    return visible(text).replace("`", "'")
+    """A digest or a metric's name between backticks; whatever does not belong into one becomes a question mark."""
+    return OUTSIDE_A_NAME.sub("?", text)
 
 
 def _metadata(lineage: Lineage) -> list[str]:
@@ -110,7 +111,7 @@ def _metadata(lineage: Lineage) -> list[str]:
     if base is not None and HUB_ID.fullmatch(base):
         lines.append(f"base_model: {base}")
     if license_name is not None and LICENSE.fullmatch(license_name):
-        lines.append(f"license: {license_name}")
+        lines.append(f'license: "{license_name}"')  # in quotes, or "no" is no text
     return [*lines, "library_name: vllm", "pipeline_tag: text-generation", *TAGS, "---"]
 
 

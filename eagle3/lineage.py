@@ -118,7 +118,7 @@ class Lineage:
     tokens: SamplesFacts | None
     prompts: PromptsFacts | None
     train: dict[str, Any] | None
-    training: dict[str, float] | None
+    training: dict[str, int | float] | None
     origin: Origin | None
     imported: Imported | None
 

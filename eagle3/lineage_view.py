@@ -131,7 +131,8 @@ def as_lines(lineage: Lineage) -> list[str]:
         ("vocabulary", f"{vocabulary.size:,} of {vocabulary.verifier_size:,} tokens, {_short(vocabulary.digest)}")
     )
     if lineage.imported is not None:
-        rows += [(f"imported ({lineage.imported.form})", f"{n} {_short(d)}") for n, d in lineage.imported.files.items()]
+        form = lineage.imported.form
+        rows += [("imported", f"{form}: {name} {_short(sha256)}") for name, sha256 in lineage.imported.files.items()]
     if lineage.train is not None:
         rows.append(("train", _settings(lineage.train)))
     if lineage.hidden_states is not None:
