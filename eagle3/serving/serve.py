@@ -75,6 +75,7 @@ def serve(params: Params, verifier: Path, words: list[str], port: int) -> None:
     """Run the command until Ctrl-C or SIGTERM, which end all that it started. Raises ValueError when it ends by itself,
     naming its log."""
     signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have us ignore it
     log = work_root() / "logs" / f"serve-{port}.log"
     try:
         with LocalServer(params.verifier, params.engine, verifier, log, port=port, command=words) as server:
