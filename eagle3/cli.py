@@ -25,7 +25,7 @@ from eagle3.serving.serve import (
     serve_words,
 )
 from eagle3.serving.serve import serve as serve_forever
-from eagle3.sharing import DRAFT, EVALUATION, Form, Home, export_shared, full_card, import_checkpoint
+from eagle3.sharing import DRAFT, Form, Home, evaluation_of, export_shared, full_card, import_checkpoint
 from eagle3.tables import count_parts
 from eagle3.tracked import open_tracked
 from eagle3.verification import IDENTITY, Fault, verify_places
@@ -298,13 +298,14 @@ def serve(
 
 def _tokens_for(draft: Path, asked: int | None, params_path: Path) -> int:
     """How many tokens to draft at a time. Outside a project: as many as the draft learnt to."""
-    if asked is None and not params_path.is_file():
+    if asked is not None:
+        return asked
+    if not params_path.is_file():
         settings = read_lineage(draft).train
         if settings is None:
             raise ValueError(f"{draft} was imported; give --num-speculative-tokens")
         return int(settings["ttt_steps"])
-    own = draft.absolute() == DRAFT.absolute()
-    return choose_num_speculative_tokens(asked, load_params(params_path), EVALUATION if own else None)
+    return choose_num_speculative_tokens(load_params(params_path), evaluation_of(draft))
 
 
 @work.command()

@@ -215,9 +215,9 @@ class _Chain:
             found[row["sample_id"]] = row["sample_digest"], row["split"]
         self._compare(TOKENS_OUT, {name: value == (self._samples or found)[name] for name, value in found.items()})
         if samples_digest((name, *value) for name, value in found.items()) != facts.digest:
-            if self._samples is None:
+            if self._samples is None and len(found) > facts.samples:
                 raise Absent(
-                    f"{TOKENS_OUT} has other samples too, and {STATES_OUT}, which names those used, is not here"
+                    f"{TOKENS_OUT} has more samples, and no {STATES_OUT} of this draft is here to name its own"
                 )
             raise Broken(f"{TOKENS_OUT} has not the samples that the draft was trained on; `dvc repro`")
         self._samples = found

@@ -367,6 +367,26 @@ def test_outside_git_and_dvc_the_draft_still_has_a_lineage(project: Path) -> Non
     assert statuses(done)["commit"] == "unknown" and statuses(done)["prompts"] == "proven"
 
 
+def test_the_card_has_the_numbers_of_this_drafts_evaluation_and_of_no_other(project: Path) -> None:
+    assert "Not measured" in eagle3("card").stdout
+    Path("data/metrics/evaluate.json").write_text('{"acceptance_length": 1.9, "best_num_speculative_tokens": 5}')
+    assert "Not measured" in eagle3("card").stdout  # nobody says whose numbers they are
+    dvc("commit", "--force", "evaluate")
+    for told in (eagle3("card").stdout, shared_card("out")):
+        assert "| `acceptance_length` | 1.9 |" in told and '"num_speculative_tokens": 5' in told
+    assert "Not measured" in Path("data/draft/README.md").read_text()
+    assert eagle3("card", "out").stdout.count("Not measured") == 1  # another directory is another draft
+    edit_params("train", "learning_rate", 0.01)
+    train_here()
+    dvc("commit", "--force", "train")
+    assert "Not measured" in eagle3("card").stdout
+
+
+def shared_card(out: str) -> str:
+    assert eagle3("export", "data/draft", out, "--format", "speculators").exit_code == 0
+    return Path(out, "README.md").read_text()
+
+
 def edited(changes: dict[str, Any]) -> None:
     path = Path("data/draft/lineage.json")
     rewrite(path, json.dumps(json.loads(path.read_text()) | changes).encode())

@@ -30,27 +30,16 @@ PARAMS = load_params(ROOT / "params.yaml")
 
 
 @pytest.mark.parametrize(
-    ("asked", "metrics", "chosen"),
+    ("metrics", "chosen"),
     [
-        (7, '{"best_num_speculative_tokens": 5}', 7),
-        (None, '{"best_num_speculative_tokens": 5}', 5),
-        (None, '{"speedup": 1.5}', PARAMS.evaluate.num_speculative_tokens),
-        (None, '{"best_num_speculative_tokens": 0}', PARAMS.evaluate.num_speculative_tokens),
-        (None, "[", PARAMS.evaluate.num_speculative_tokens),
-        (None, None, PARAMS.evaluate.num_speculative_tokens),
+        ({"best_num_speculative_tokens": 5}, 5),
+        ({"best_num_speculative_tokens": 0}, PARAMS.evaluate.num_speculative_tokens),
+        ({"speedup": 1.5}, PARAMS.evaluate.num_speculative_tokens),
+        (None, PARAMS.evaluate.num_speculative_tokens),
     ],
 )
-def test_how_many_tokens_are_drafted_at_a_time(
-    tmp_path: Path, asked: int | None, metrics: str | None, chosen: int
-) -> None:
-    path = tmp_path / "evaluate.json"
-    if metrics is not None:
-        path.write_text(metrics)
-    assert choose_num_speculative_tokens(asked, PARAMS, path) == chosen
-
-
-def test_of_another_draft_the_metrics_say_nothing() -> None:
-    assert choose_num_speculative_tokens(None, PARAMS, None) == PARAMS.evaluate.num_speculative_tokens
+def test_as_many_tokens_are_drafted_as_was_best(metrics: dict[str, Any] | None, chosen: int) -> None:
+    assert choose_num_speculative_tokens(PARAMS, metrics) == chosen
 
 
 def test_a_port_that_is_taken_is_told_before_anything_starts() -> None:

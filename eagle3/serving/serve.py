@@ -1,12 +1,12 @@
 """`eagle3 serve`: the verifier with its draft behind an OpenAI-compatible server on loopback, until Ctrl-C."""
 
-import json
 import shlex
 import signal
 import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from eagle3.console import Interrupted, interrupt, say
 from eagle3.lineage import public_name
@@ -19,17 +19,12 @@ BEST = "best_num_speculative_tokens"
 POLL_S = 0.5
 
 
-def choose_num_speculative_tokens(asked: int | None, params: Params, evaluation: Path | None) -> int:
-    """As asked for; else what `evaluate` measured to be best for this draft; else what it was evaluated with.
+def choose_num_speculative_tokens(params: Params, evaluation: dict[str, Any] | None) -> int:
+    """What `evaluate` measured to be best for the draft; where it did not, what it was evaluated with.
 
-    evaluation: metrics of `evaluate`, None where they are of another draft; they may be absent, or older than that key.
+    evaluation: metrics of `evaluate` for this draft, if there are any; they may be older than that key.
     """
-    if asked is not None:
-        return asked
-    try:
-        best = int(json.loads(evaluation.read_text())[BEST]) if evaluation is not None else 0
-    except (OSError, ValueError, KeyError, TypeError):
-        best = 0
+    best = int((evaluation or {}).get(BEST, 0))
     return best if best > 0 else params.evaluate.num_speculative_tokens
 
 
