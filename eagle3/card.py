@@ -156,9 +156,9 @@ def _evaluation(metrics: dict[str, Any]) -> list[str]:
     rates = sorted(name for name in metrics if re.fullmatch(r"acceptance_rate_\d+", name))
     rows = [(f"`{name}`", _number(metrics[name])) for name in (*MEASURED, *rates) if name in metrics]
     lines = ["Held-out prompts, decoded in vLLM with and without the draft:", "", *_table(rows)]
-    groups = metrics.get("by_category", {})
+    groups = metrics.get("by_category")
     if groups:
-        own = [(markdown(str(name)), _number(group["acceptance_length"])) for name, group in groups.items()]
+        own = [(markdown(name), _number(group["acceptance_length"])) for name, group in groups.items()]
         lines += ["", "Acceptance length by category:", "", *_table(own)]
     return lines
 
