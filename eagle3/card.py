@@ -18,6 +18,7 @@ from eagle3.lineage import Lineage
 from eagle3.params import VerifierParams
 
 CARD = "README.md"
+COMMON_TOKENS = 3  # what most EAGLE-3 drafts are trained for
 #: Hub id and licence of the weights behind the bundled verifiers.
 BUNDLED_BASE = ("HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
@@ -52,6 +53,12 @@ def _license(card: Path) -> str | None:
     except (OSError, UnicodeDecodeError, YAMLError, KeyError, TypeError):
         return None
     return told if isinstance(told, str) and LICENSE.fullmatch(told) else None
+
+
+def usual_tokens(lineage: Lineage) -> int:
+    """How many tokens to draft at a time where nothing was measured: as many as the draft learnt to, if it says so."""
+    learnt = (lineage.train or {}).get("ttt_steps")
+    return learnt if isinstance(learnt, int) and learnt > 0 else COMMON_TOKENS
 
 
 def model_card(lineage: Lineage, evaluation: dict[str, Any] | None, num_speculative_tokens: int) -> str:

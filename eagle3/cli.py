@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from eagle3.card import usual_tokens
 from eagle3.console import guarded, say, visible
 from eagle3.estimate import as_json, as_lines, estimate_run
 from eagle3.housekeeping import SHARED, freed, no_stage_running, remove, survey, table
@@ -25,7 +26,7 @@ from eagle3.serving.serve import (
     serve_words,
 )
 from eagle3.serving.serve import serve as serve_forever
-from eagle3.sharing import DRAFT, Form, Home, evaluation_of, export_shared, full_card, import_checkpoint
+from eagle3.sharing import DRAFT, Form, evaluation_of, export_shared, full_card, import_checkpoint
 from eagle3.tables import count_parts
 from eagle3.tracked import open_tracked
 from eagle3.verification import IDENTITY, Fault, verify_places
@@ -266,7 +267,7 @@ def import_(
 
     One that this pipeline exported keeps its lineage. Any other is taken for a draft of this project's verifier.
     """
-    found = import_checkpoint(checkpoint, out, Home(lambda: load_params(params_path), IDENTITY))
+    found = import_checkpoint(checkpoint, out, params_path, IDENTITY)
     whose = "its own lineage" if found.imported is None else f"taken for a draft of {visible(found.verifier.name)}"
     typer.echo(f"{out}: {', '.join(sorted(path.name for path in out.iterdir()))}; {whose}")
 
@@ -301,10 +302,7 @@ def _tokens_for(draft: Path, asked: int | None, params_path: Path) -> int:
     if asked is not None:
         return asked
     if not params_path.is_file():
-        settings = read_lineage(draft).train
-        if settings is None:
-            raise ValueError(f"{draft} was imported; give --num-speculative-tokens")
-        return int(settings["ttt_steps"])
+        return usual_tokens(read_lineage(draft))
     return choose_num_speculative_tokens(load_params(params_path), evaluation_of(draft))
 
 

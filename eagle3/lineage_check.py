@@ -305,9 +305,12 @@ class _Chain:
         now = lock_entries(self._stages.get(stage, {}), "outs").get(path)
         if told is None or now is None:
             raise Absent(f"{path}: not here; `dvc pull {path}` brings it")
+        if told != now and path == STATES_OUT:
+            raise Broken(f"{path}: dvc.lock records {now[:16]}, the draft was trained on {told[:16]}; `dvc repro`")
         if told != now:
-            raise Broken(
-                f"{path}: dvc.lock records {now[:16]}, the draft was made from {visible(told[:16])}; `dvc repro`"
+            raise Absent(
+                f"{path}: dvc.lock records {now[:16]}, at training it was {told[:16]}; `dvc pull {path}` brings it "
+                "here, and reading it tells whether the samples are the same"
             )
         return AGREES, f"dvc.lock records the same {path} ({now[:16]}); `dvc pull {path}` brings it here to be read"
 

@@ -4,15 +4,15 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from eagle3.card import CARD, base_of, model_card
+from eagle3.card import CARD, base_of, model_card, usual_tokens
 from eagle3.digests import digest_file
 from eagle3.draft.export import CONFIG, WEIGHTS
 from eagle3.draft.interchange import speculators_config, write_ours
@@ -30,20 +30,12 @@ from eagle3.lineage import (
     write_lineage,
 )
 from eagle3.origin import LOCK, lock_entries, read_lock
-from eagle3.params import Params
+from eagle3.params import VerifierParams, load_params
 from eagle3.verifier import VerifierIdentity, load_head, locate_verifier, read_identity
 from eagle3.workstore import write_file, write_in_pieces
 
 Form = Literal["plain", "speculators"]
 DRAFT, EVALUATION = Path("data/draft"), Path("data/metrics/evaluate.json")
-
-
-@dataclass(frozen=True)
-class Home:
-    """The project that a checkpoint without a lineage is imported for. identity: file of its verifier's identity."""
-
-    params: Callable[[], Params]
-    identity: Path
 
 
 def evaluation_of(draft: Path) -> dict[str, Any] | None:
@@ -82,35 +74,38 @@ def export_shared(draft: Path, out: Path, form: Form, num_speculative_tokens: in
         write_file(folder / CARD, card.encode())
 
 
-def import_checkpoint(source: Path, out: Path, home: Home) -> Lineage:
+def import_checkpoint(source: Path, out: Path, params_path: Path, identity_path: Path) -> Lineage:
     """Write a checkpoint of either format into the new folder `out`, as `train` would export it.
 
-    One with a lineage of ours keeps it. Another is taken for a draft of the project's verifier: nothing in it says what
-    it was trained for, but its sizes must fit. Raises ValueError that names what does not.
+    One with a lineage of ours keeps it. Another is taken for a draft of the verifier in params.yaml and verifier.json:
+    nothing in it says what it was trained for, but its sizes must fit. Raises ValueError that names what does not.
     """
     checkpoint = read_checkpoint(source, "import")
     ours = read_lineage(source) if (source / LINEAGE).is_file() else None
     if ours is not None:
         _check_files(source, ours)
-    identity = ours.verifier if ours is not None else read_identity(home.identity)
+    identity = ours.verifier if ours is not None else read_identity(identity_path)
     if checkpoint.embed_tokens is not None:
-        _check_embedding(checkpoint, load_head(locate_verifier(home.params().verifier)).embed_tokens)
+        _check_embedding(checkpoint, load_head(locate_verifier(load_params(params_path).verifier)).embed_tokens)
     with _fresh(out, source) as folder:
         vocabulary = write_ours(folder, checkpoint, identity)
         if ours is not None:
             lineage = replace(ours, draft=draft_digests(folder))
         else:
-            lineage = _foreign_lineage(folder, checkpoint, identity, vocabulary, home.params())
+            lineage = _foreign_lineage(folder, checkpoint, identity, vocabulary, load_params(params_path).verifier)
         write_lineage(folder, lineage)
-        tokens = home.params().evaluate.num_speculative_tokens if lineage.train is None else lineage.train["ttt_steps"]
-        write_file(folder / CARD, model_card(lineage, None, tokens).encode())
+        write_file(folder / CARD, model_card(lineage, None, usual_tokens(lineage)).encode())
     return lineage
 
 
 def _foreign_lineage(
-    folder: Path, checkpoint: Checkpoint, identity: VerifierIdentity, vocabulary: DraftVocabulary, params: Params
+    folder: Path,
+    checkpoint: Checkpoint,
+    identity: VerifierIdentity,
+    vocabulary: DraftVocabulary,
+    params: VerifierParams,
 ) -> Lineage:
-    base_model, license_name = base_of(params.verifier, Path(params.verifier.model))
+    base_model, license_name = base_of(params, Path(params.model))
     coverage = vocabulary.coverage or None
     return Lineage(
         format=FORMAT,

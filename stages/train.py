@@ -8,7 +8,7 @@ import json
 from contextlib import nullcontext
 from pathlib import Path
 
-from eagle3.card import CARD, base_of, model_card
+from eagle3.card import CARD, base_of, model_card, usual_tokens
 from eagle3.console import say
 from eagle3.draft.checkpoint import CheckpointStore
 from eagle3.draft.data import Corpus, count_generated, read_corpus
@@ -95,7 +95,7 @@ def train_here(
         base = base_of(params.verifier, folder)
         lineage = trained_lineage(draft, hidden_states, verifier, base, facts, settings, numbers, origin)
         write_lineage(draft, lineage)
-        write_file(draft / CARD, model_card(lineage, None, settings.ttt_steps).encode())
+        write_file(draft / CARD, model_card(lineage, None, usual_tokens(lineage)).encode())
         write_metrics(metrics, numbers)
 
 

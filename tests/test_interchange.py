@@ -10,13 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from eagle3.card import CARD, model_card
+from eagle3.card import CARD, model_card, usual_tokens
 from eagle3.digests import digest_file
 from eagle3.draft.export import CONFIG, WEIGHTS, load_draft
 from eagle3.draft.model import DraftSizes
 from eagle3.lineage import LINEAGE as LINEAGE_FILE
 from eagle3.lineage import check_draft, draft_digests, read_lineage, vocabulary_facts, write_lineage
-from eagle3.params import load_params
 from eagle3.sharing import Form
 from eagle3.verifier import load_head, read_identity
 from tests.dvc_project import eagle3
@@ -59,7 +58,7 @@ def make_draft(out: Path, verifier: Path, form: str = "llama") -> Path:
     facts = vocabulary_facts(ids.tolist(), sizes.vocab_size, 0.9)
     lineage = replace(LINEAGE, draft=draft_digests(out), vocabulary=facts, verifier=verifier_of(verifier))
     write_lineage(out, lineage)
-    (out / CARD).write_text(model_card(lineage, None, load_params(Path("params.yaml")).train.ttt_steps))
+    (out / CARD).write_text(model_card(lineage, None, usual_tokens(lineage)))
     return out
 
 
