@@ -148,6 +148,11 @@ def parse_lineage(text: bytes, name: str) -> Lineage:
         ) from None
     if found.format != FORMAT:
         raise ValueError(f"{name}: a lineage of format {found.format}; this version reads format {FORMAT}")
+    trained = (found.hidden_states, found.tokens, found.prompts, found.train, found.training, found.origin)
+    if found.imported is None and None in trained:
+        raise ValueError(f"{name}: the lineage of a draft that was neither trained nor imported; it is damaged")
+    if found.imported is not None and any(part is not None for part in trained):
+        raise ValueError(f"{name}: the lineage of a draft that was both trained and imported; it is damaged")
     return found
 
 

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from eagle3.console import Progress, visible
 from eagle3.digests import digest, digest_file, digest_tokens
-from eagle3.lineage import Lineage, prompt_of, samples_digest, vocabulary_facts
+from eagle3.lineage import DRAFT_FILES, Lineage, prompt_of, samples_digest, vocabulary_facts
 from eagle3.origin import git, lock_entries, recorded_settings, sample_facts
 from eagle3.params import Params, load_params
 from eagle3.schemas import PARTS, PROMPTS, RESPONSES, STATES, TOKENS, sample_name
@@ -64,7 +64,6 @@ class Place:
     """
 
     root: Path
-
     draft: Callable[[str], Path | None]
     data: Callable[[str], Path | None] | None
     stages: Mapping[str, Any]
@@ -115,10 +114,12 @@ def _judge(name: str, check: Callable[[], tuple[str, str]]) -> Link:
 
 def _draft_files(lineage: Lineage, place: Place) -> tuple[str, str]:
     absent = []
-    for name, sha256 in lineage.draft.items():
-        path = place.draft(name) if Path(name).name == name else None
+    for name in DRAFT_FILES:
+        path, sha256 = place.draft(name), lineage.draft.get(name)
+        if sha256 is None:
+            raise Broken(f"lineage.json has no digest of {name}, as every lineage has")
         if path is None:
-            absent.append(visible(name))
+            absent.append(name)
         elif digest_file(path) != sha256:
             raise Broken(
                 f"{name} was changed after training: its bytes differ from lineage.json; `dvc checkout --force` brings "
@@ -126,20 +127,21 @@ def _draft_files(lineage: Lineage, place: Place) -> tuple[str, str]:
             )
     if absent:
         raise Absent(f"{', '.join(absent)}: not here")
-    return PROVEN, ", ".join(f"{visible(name)} {visible(sha256[:16])}" for name, sha256 in lineage.draft.items())
+    return PROVEN, ", ".join(f"{name} {lineage.draft[name][:16]}" for name in DRAFT_FILES)
 
 
 def _vocabulary(lineage: Lineage, place: Place) -> tuple[str, str]:
-    facts, path = lineage.vocabulary, place.draft("model.safetensors")
+    facts, path = lineage.vocabulary, place.draft(DRAFT_FILES[1])
     if path is None:
-        raise Absent("model.safetensors: not here")
+        raise Absent(f"{DRAFT_FILES[1]}: not here")
     try:
         with safe_open(path, framework="pt") as file:
-            offsets = file.get_tensor("d2t") if "d2t" in file.keys() else None  # noqa: SIM118 - no mapping
-    except (SafetensorError, OSError) as error:
-        raise Broken(f"model.safetensors is not readable: {error}") from None
-    ids = torch.arange(facts.size if offsets is None else len(offsets))
-    found = vocabulary_facts((ids if offsets is None else ids + offsets).tolist(), facts.verifier_size, None)
+            ids = torch.arange(file.get_slice("lm_head.weight").get_shape()[0])
+            if "d2t" in file.keys():  # noqa: SIM118 - no mapping
+                ids = ids + file.get_tensor("d2t").reshape(-1)
+    except (SafetensorError, OSError, RuntimeError, IndexError) as error:
+        raise Broken(f"{path.name} is not readable as a draft: {error}") from None
+    found = vocabulary_facts(ids.tolist(), facts.verifier_size, None)
     if found.digest != facts.digest:
         raise Broken(f"d2t names {found.size:,} tokens, and not those that the draft was trained with")
     return PROVEN, f"{facts.size:,} of {facts.verifier_size:,} tokens, {facts.digest[:16]}"

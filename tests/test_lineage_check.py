@@ -434,6 +434,28 @@ def test_a_file_that_is_no_lineage_is_one_line(tmp_path: Path, text: str, told: 
     assert told in line
 
 
-def test_a_lineage_of_another_format_is_refused(project: Path) -> None:
-    edited({"format": 2})
-    assert "a lineage of format 2; this version reads format 1" in eagle3("lineage").stderr
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"format": 2}, "a lineage of format 2; this version reads format 1"),
+        ({"tokens": None}, "neither trained nor imported; it is damaged"),
+        ({"imported": {"form": "plain", "files": {}}}, "both trained and imported; it is damaged"),
+    ],
+)
+def test_a_lineage_that_cannot_be_is_refused(project: Path, changes: dict[str, Any], told: str) -> None:
+    edited(changes)
+    done = eagle3("lineage", "--check")
+    assert done.exit_code == 1 and told in done.stderr and "Traceback" not in done.output
+
+
+@pytest.mark.parametrize("names", [[], ["config.json"], ["model.safetensors"]])
+def test_a_lineage_that_leaves_out_a_file_of_the_draft_proves_nothing(project: Path, names: list[str]) -> None:
+    told = json.loads(Path("data/draft/lineage.json").read_text())["draft"]
+    edited({"draft": {name: told[name] for name in names}})
+    assert broken(eagle3("lineage", "--check")) == ["draft"]
+
+
+def test_a_vocabulary_that_the_weights_contradict_is_refuted(project: Path) -> None:
+    told = json.loads(Path("data/draft/lineage.json").read_text())["vocabulary"]
+    edited({"vocabulary": told | {"digest": "0" * 64, "size": 10**15}})
+    assert broken(eagle3("lineage", "--check")) == ["vocabulary"]
