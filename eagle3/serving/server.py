@@ -10,9 +10,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from eagle3.console import say, visible
@@ -52,12 +53,13 @@ class LocalServer:
         *,
         port: int | None = None,
         share: Share = WHOLE_MACHINE,
+        command: list[str] | None = None,
     ):
-        """port: None = any that is free."""
+        """port: None = any that is free. command: in place of `server_command`, for the same port."""
         self.log_path = log_path
         self._start_timeout_s = engine.start_timeout_s
         self._port = port or free_port()
-        self._command = server_command(verifier, engine, folder, self._port)
+        self._command = command or server_command(verifier, engine, folder, self._port)
         self._share = share
         with share.confined():
             self._environment = engine_environment(engine) | share.environment
@@ -191,14 +193,23 @@ class LocalServers:
         return failures[0] if all(failures) else None
 
 
-def server_command(verifier: VerifierParams, engine: EngineParams, folder: Path, port: int) -> list[str]:
-    """Command line of the server. The served name is verifier.model."""
-    arguments: dict[str, Any] = engine_arguments(verifier, engine, folder) | {
+def server_command(
+    verifier: VerifierParams,
+    engine: EngineParams,
+    folder: Path,
+    port: int,
+    draft: Path | None = None,
+    further: Mapping[str, Any] = MappingProxyType({}),
+) -> list[str]:
+    """Command line of the server, with this draft or none. The served name is verifier.model, unless `further`
+    arguments, by their Python names, say another."""
+    arguments: dict[str, Any] = engine_arguments(verifier, engine, folder, draft) | {
         "host": HOST,
         "port": port,
         "served_model_name": verifier.model,
         "chat_template": verifier.chat_template,
         "disable_uvicorn_access_log": True,
+        **further,
     }
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     for name, value in arguments.items():

@@ -1,18 +1,14 @@
-"""The bundled verifier end to end: what `make demo` does, on fewer prompts, up to the command that serves the draft."""
+"""The bundled verifier end to end: what `make demo` does, on fewer prompts, up to serving the draft."""
 
 import json
-import os
-import shlex
 import signal
 import subprocess
-import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
 
+import psutil
 import pytest
 
 from benchmarks.project import ROOT, Project
@@ -114,14 +110,26 @@ def test_metrics_and_plots_are_shown_by_dvc(project: Project) -> None:
     assert "expected_acceptance_length" in page
 
 
-def test_the_summary_names_a_command_that_serves_the_draft(project: Project) -> None:
-    shown = subprocess.run(
-        ["eagle3", "summary"], cwd=project.folder, env=project.environment(), capture_output=True, text=True, check=True
-    ).stdout
-    assert "acceptance length:" in shown
-    command = shown.strip().splitlines()[-1].strip()
+def test_the_whole_chain_is_proven(project: Project) -> None:
+    checked = eagle3(project, "lineage", "--check", "--json")
+    links = {link["name"]: link["status"] for link in json.loads(checked)["links"]}
+    assert set(links.values()) == {"proven", "agrees"} and links["answers"] == links["prompts"] == "proven"
+    told = eagle3(project, "lineage")
+    assert "data/prompts/starter.jsonl md5" in told and "max_new_tokens 48" in told
+    card = eagle3(project, "card")
+    assert "base_model: HuggingFaceTB/SmolLM2-135M-Instruct" in card and "| `speedup` |" in card
+    assert "Not measured" in (project.folder / "data/draft/README.md").read_text()
+
+
+def test_the_draft_is_served_until_ctrl_c(project: Project) -> None:
+    """As exported for others and brought back, which is the same draft."""
+    assert eagle3(project, "summary").rstrip().endswith("eagle3 serve")
+    eagle3(project, "export", "data/draft", "shared", "--format", "speculators")
+    eagle3(project, "import", "shared", "back")
     port = free_port()
-    with serving(project, command.replace("--port 8000", f"--port {port}"), port):
+    printed = eagle3(project, "serve", "--draft", "back", "--port", str(port), "--print")
+    assert f"--port {port}" in printed and '"num_speculative_tokens": 3' in printed
+    with serving(project, port, "--draft", "back") as process:
         body = {"model": json.loads(get(port, "/v1/models"))["data"][0]["id"], "max_tokens": 16, "temperature": 0}
         body["messages"] = [{"role": "user", "content": "Name the five largest countries by area."}]
         request = urllib.request.Request(
@@ -135,6 +143,22 @@ def test_the_summary_names_a_command_that_serves_the_draft(project: Project) -> 
             line for line in get(port, "/metrics").splitlines() if line.startswith("vllm:spec_decode_num_drafts")
         ]
         assert sum(float(line.rpartition(" ")[2]) for line in drafted) > 0
+        everything = [process, *psutil.Process(process.pid).children(recursive=True)]
+        assert len(everything) > 1
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+        assert not any(psutil.pid_exists(other.pid) for other in everything[1:])
+    assert (project.folder / f".work/logs/serve-{port}.log").stat().st_size > 0
+
+
+def eagle3(project: Project, *words: str) -> str:
+    """What the command prints."""
+    environment = project.environment()
+    done = subprocess.run(
+        ["eagle3", *words], cwd=project.folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def get(port: int, path: str) -> str:
@@ -144,33 +168,19 @@ def get(port: int, path: str) -> str:
 
 
 @contextmanager
-def serving(project: Project, command: str, port: int) -> Iterator[None]:
-    """The command as a user's shell runs it, until it answers; ended by its process group."""
-    log = Path(project.folder / "serve.log")
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            shlex.split(command),
-            cwd=project.folder,
-            env=project.environment(),
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
+def serving(project: Project, port: int, *words: str) -> Iterator["subprocess.Popen[str]"]:
+    """`eagle3 serve` from the line on which it says that it serves."""
+    process = subprocess.Popen(
+        ["eagle3", "serve", "--port", str(port), *words],
+        cwd=project.folder,
+        env=project.environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
-        deadline = time.monotonic() + 240
-        while True:
-            assert process.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() < deadline, log.read_text()[-3000:]
-            try:
-                get(port, "/health")
-                break
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.5)
-        yield
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith(f"http://127.0.0.1:{port}/v1 serves bundled:smollm2-135m-think")
+        yield process
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(30)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+        process.terminate()
+        process.wait(60)

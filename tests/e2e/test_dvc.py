@@ -1,5 +1,6 @@
 """The pipeline as its users run it: DVC on a project of its own, real vLLM, a tiny verifier."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -121,9 +122,23 @@ def test_a_second_repro_does_nothing_and_is_quick(project: Project) -> None:
 
 
 def test_an_experiment_reruns_only_what_reads_the_setting(project: Project) -> None:
-    printed = dvc(project, "exp", "run", "-S", "train.learning_rate=5e-4", "train")
+    printed = dvc(project, "exp", "run", "--name", "slower", "-S", "train.learning_rate=5e-4", "train")
     assert ran(printed) == {"train"}
     assert "learning_rate: 0.0005" in (project.folder / "params.yaml").read_text()
+
+
+def test_a_draft_of_a_revision_or_an_experiment_is_proven(project: Project) -> None:
+    """Of what the workspace has not checked out, and of an experiment that ran in a folder of its own."""
+    project.restore()
+    dvc(project, "exp", "run", "--temp", "--name", "apart", "-S", "train.learning_rate=2e-4", "train")
+    for name, rate in (("HEAD", None), ("slower", 0.0005), ("apart", 0.0002)):
+        found = json.loads(eagle3(project, "lineage", name, "--check", "--json"))
+        assert {link["status"] for link in found["links"]} == {"proven", "agrees"}, found["links"]
+        lineage = found["lineage"]
+        assert rate is None or lineage["train"]["learning_rate"] == rate
+        assert set(lineage["origin"]["stages"]) == {"extract", "reconstruct-tokens", "generate", "prompts", "verifier"}
+    dvc(project, "push")
+    assert "objects are there" in eagle3(project, "lineage", "HEAD", "--remote")
 
 
 def test_a_setting_of_generate_reruns_from_there(project: Project) -> None:
