@@ -13,12 +13,12 @@ from eagle3.params import VerifierParams
 from eagle3.verifier import (
     choose_aux_layers,
     identify_verifier,
-    load_head,
     locate_verifier,
     prompt_ids,
     read_identity,
     write_identity,
-)  # fmt: skip
+)
+from eagle3.verifier_head import load_head
 from tests.draft_data import REASONING
 from tests.tiny_verifiers import build_tiny_verifier
 

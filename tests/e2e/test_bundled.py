@@ -17,7 +17,7 @@ import pytest
 
 from benchmarks.project import ROOT, Project
 from eagle3.params import load_params
-from eagle3.serving.server import free_port
+from eagle3.serving.ports import free_port
 from eagle3.serving.speculative import Decoder, sampling_fields
 from eagle3.verifier import locate_verifier, read_identity
 from stages.evaluate import choose, in_float32

@@ -13,7 +13,8 @@ from eagle3.draft.model import DraftModel, choose_sizes, initialise
 from eagle3.draft.vocab import DraftVocabulary
 from eagle3.params import EngineParams, EvaluateParams, TrainParams, load_params
 from eagle3.serving.speculative import Decoder, decode_pairs
-from eagle3.verifier import identify_verifier, load_head
+from eagle3.verifier import identify_verifier
+from eagle3.verifier_head import load_head
 from tests.draft_data import verifier_params
 from tests.draft_parity import equal_drafts
 
