@@ -15,7 +15,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from eagle3.consistency import check_project
+from eagle3.consistency import check_project, check_together
 from eagle3.console import say
 from eagle3.library import FOLDER, SKELETON, digest_path, is_code
 from eagle3.machine import Gpu, visible_gpus
@@ -92,12 +92,13 @@ def start_project(folder: Path, wanted: Wanted, gpus: Sequence[Gpu]) -> Project:
         .replace(SHARED_REMOTE, f"{folder.absolute().name}-dvc-remote"),
         ".dvc/.gitignore": DVC_IGNORED_BY_GIT,
         ".dvcignore": IGNORED_BY_DVC,
-        ".gitignore": IGNORED_BY_GIT + "".join(f"/{out}\n/{out}.tmp\n" for out in kept_by_dvc()),
+        ".gitignore": IGNORED_BY_GIT + "".join(f"/{out}\n" for out in kept_by_dvc()),
         "README.md": readme(folder, reading, settings, paths),
     }
     existing = [name for name in (*texts, ".dvc", *paths) if (folder / name).exists()]
     if existing:
         raise ValueError(f"{folder} has {existing[0]} already; `eagle3 init` starts a project in a new or empty folder")
+    check_together(parse_params(texts["params.yaml"], folder / "params.yaml"))
     made = _Made(folder)
     try:
         made.write(texts)
@@ -171,9 +172,10 @@ def pipeline_text(prompts: Iterable[str]) -> str:
 
 
 def kept_by_dvc() -> list[str]:
-    """The outs of a project that DVC keeps, so that git must not."""
+    """The outs of a project that DVC keeps, so that git must not; of folders what is being written too."""
     stages = round_trip().load((SKELETON / "dvc.yaml").read_text(encoding="utf-8"))["stages"].values()
-    return [FOLDER, *(out for stage in stages for out in stage["outs"] if isinstance(out, str))]
+    outs = [str(out) for stage in stages for out in stage["outs"] if isinstance(out, str)]
+    return [FOLDER, *(name for out in outs for name in ([out] if Path(out).suffix else [out, f"{out}.tmp"]))]
 
 
 def readme(folder: Path, reading: Reading, settings: Settings, prompts: Sequence[str]) -> str:
