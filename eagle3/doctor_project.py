@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -265,7 +266,7 @@ def look_at_memory(params: Params, facts: ModelFacts, gpus: Sequence[Gpu]) -> It
         room = int(params.engine.cpu_kv_cache_gib * GIB)
         source, remedy = (
             "engine.cpu_kv_cache_gib",
-            f"set it to {longest / GIB:.2f} or more, or lower verifier.max_model_len",
+            f"set it to {math.ceil(100 * longest / GIB) / 100} or more, or lower verifier.max_model_len",
         )
         whole = facts.weight_bytes + room
         memory = psutil.virtual_memory().total

@@ -1,7 +1,12 @@
-"""The bundled verifier end to end: what `make demo` does, on fewer prompts, up to the command that serves the draft."""
+"""The bundled verifier end to end, from an installed wheel: `eagle3 init`, `dvc repro`, the draft served.
+
+It is what `make demo` does in the checkout, on fewer prompts.
+"""
 
 import json
 import os
+import re
+import resource
 import shlex
 import signal
 import subprocess
@@ -22,6 +27,7 @@ from eagle3.serving.speculative import Decoder, sampling_fields
 from eagle3.verifier import locate_verifier, read_identity
 from stages.evaluate import choose, in_float32
 from tests.draft_parity import equal_drafts
+from tests.wheel import InstalledProject, install_wheel
 
 pytestmark = pytest.mark.slow
 
@@ -41,14 +47,62 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
-    """A project of 56 starter prompts that has run once, with an own copy of everything but the converted verifier."""
-    made = Project(tmp_path_factory.mktemp("bundled") / "project")
+    """A project of 56 starter prompts that has run once. The checkout is nowhere on its way."""
+    folder = tmp_path_factory.mktemp("bundled")
     lines = (ROOT / "data/prompts/starter.jsonl").read_text().splitlines()
-    (made.folder / "data/prompts").mkdir(parents=True)
-    (made.folder / "data/prompts/starter.jsonl").write_text("\n".join(lines[:56]) + "\n")
-    made.edit([{"path": "data/prompts/starter.jsonl"}], SETTINGS)
+    (folder / "starter.jsonl").write_text("\n".join(lines[:56]) + "\n")
+    options = [word for name, value in SETTINGS.items() for word in ("-S", f"{name}={value}")]
+    prompts = ["--prompts", str(folder / "starter.jsonl")]
+    made = InstalledProject(install_wheel(folder / "wheel"), folder / "project", [*prompts, *options])
     made.run("dvc", "repro")
+    made.commit("first run")
     return made
+
+
+def output(project: Project, *command: str) -> str:
+    """What a command that succeeds prints in the project."""
+    environment = project.environment()
+    done = subprocess.run(command, cwd=project.folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_all_code_is_that_of_the_wheel(project: Project) -> None:
+    for package in ("eagle3", "stages"):
+        place = output(project, "python", "-c", f"import {package}; print({package}.__file__)").strip()
+        assert Path(place).is_relative_to(project.folder.parent / "wheel")
+    assert str(ROOT) not in (project.folder / "dvc.lock").read_text()
+
+
+def test_nothing_to_do_costs_less_than_5_seconds_of_processor_time(project: Project) -> None:
+    """And so it says: only the two stages that look each time run."""
+    costs = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        printed = output(project, "dvc", "repro")
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        costs.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        assert set(re.findall(r"Running stage '([\w-]+)'", printed)) == {"library", "verifier"}
+    assert min(costs) < 5, costs
+    assert project.changed_files() == []
+
+
+def test_an_upgrade_reruns_the_stages_whose_code_it_changed(project: Project) -> None:
+    installed = Path(output(project, "python", "-c", "import eagle3.gates; print(eagle3.gates.__file__)").strip())
+    text = installed.read_text()
+    try:
+        installed.write_text(text + "# another version\n")
+        project.run("dvc", "repro", "--quiet", "library")
+        changed = set(json.loads(output(project, "dvc", "status", "--json")))
+        assert changed - {"library", "verifier"} == {"extract"}
+    finally:
+        installed.write_text(text)
+        project.run("dvc", "repro", "--quiet", "library")
+
+
+def test_the_doctor_finds_nothing_that_stops_a_run(project: Project) -> None:
+    found = output(project, "eagle3", "doctor")
+    assert "a run fits" in found and "KV cache" in found and "STOPS" not in found
 
 
 def test_the_recorded_states_explain_what_the_verifier_wrote(project: Project) -> None:
