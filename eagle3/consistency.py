@@ -4,13 +4,21 @@ from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
 
 from eagle3.params import Params
 
 
 def read_stages(pipeline: Path) -> dict[str, Any]:
-    """The stages of dvc.yaml by name."""
-    stages: dict[str, Any] = YAML(typ="safe", pure=True).load(pipeline.read_text())["stages"]
+    """The stages of dvc.yaml by name. Raises ValueError where there is none with the stages of this pipeline."""
+    try:
+        stages: dict[str, Any] = YAML(typ="safe", pure=True).load(pipeline.read_text())["stages"]
+    except FileNotFoundError:
+        raise ValueError(f"{pipeline}: no such file; run from the project's top folder") from None
+    except (YAMLError, KeyError, TypeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{pipeline}: no stages can be read from it ({' '.join(str(error).split())})") from None
+    if absent := [name for name in ("prompts", "train") if not stages.get(name, {}).get("deps")]:
+        raise ValueError(f"{pipeline}: the stage {absent[0]} is missing, or has no deps")
     return stages
 
 

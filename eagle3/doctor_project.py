@@ -1,44 +1,32 @@
-"""`eagle3 doctor`: the project in the current folder, its verifier, its disks, its remote."""
+"""`eagle3 doctor`: the project in the current folder, its disks, its remote, its files."""
 
 import importlib.util
 import json
-import math
 import os
 import shutil
 import subprocess
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 
-import psutil
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
 from eagle3.consistency import check_project, read_stages
+from eagle3.console import visible
+from eagle3.doctor_verifier import look_at_verifier
 from eagle3.estimate import estimate_run, size
 from eagle3.findings import Finding
-from eagle3.machine import Gpu, links_between, nearest_folder, visible_gpus
-from eagle3.model_facts import ModelFacts, read_facts
+from eagle3.library import SKELETON
+from eagle3.machine import links_between, nearest_folder
 from eagle3.params import Params, load_params
-from eagle3.serving.engine import GIB, runs_on_cpu
+from eagle3.serving.endpoints import API_KEY_VARIABLE, endpoint_url
+from eagle3.serving.engine import GIB
 from eagle3.stage import PIPELINE, check_commit
 from eagle3.tracked import Tracked, open_tracked
-from eagle3.verification import IDENTITY
-from eagle3.verifier import (
-    BUNDLED,
-    bundled_folder,
-    choose_aux_layers,
-    is_hub_id,
-    kept_identity,
-    locate_verifier,
-    read_identity,
-)
 from eagle3.workload import Asked
 from eagle3.workstore import work_root
 
 DATA = Path("data")
-KEY_VARIABLE = "EAGLE3_API_KEY"
 ANSWER_WITHIN_S = 5  # an endpoint or a remote
 NO_OBJECT = "0" * 32  # a name that no object has: asking for it shows whether the remote answers
 LITTLE_FREE = 5 * GIB
@@ -57,6 +45,7 @@ def look_at_project(params_path: Path) -> Iterator[Finding]:
         return
     yield Finding("ok", "params", f"{params_path} is valid")
     yield from look_at_extras(params)
+    yield look_at_pipeline()
     try:
         check_commit()
         tracked = open_tracked()
@@ -72,7 +61,6 @@ def look_at_project(params_path: Path) -> Iterator[Finding]:
     yield from look_at_disks(params, tracked)
     yield look_at_remote(tracked)
     yield from look_at_endpoints(params)
-    yield from look_at_devices(params)
     yield from look_at_verifier(params)
     yield look_at_files(params, params_path, by_dvc)
 
@@ -85,6 +73,16 @@ def look_at_extras(params: Params) -> Iterator[Finding]:
             yield Finding(
                 "stops", name, "params.yaml asks for it, and it is not installed", f"pip install 'eagle3[{name}]'"
             )
+
+
+def look_at_pipeline() -> Finding:
+    """Whether dvc.yaml runs the stages as the installed eagle3 does: that of an older project may not."""
+    ours, here = read_stages(SKELETON / PIPELINE.name), read_stages(PIPELINE)
+    other = [name for name, stage in ours.items() if here.get(name, {}).get("cmd") != stage["cmd"]]
+    if not other:
+        return Finding("ok", "pipeline", f"{PIPELINE} runs the stages as eagle3 {version('eagle3')} does")
+    told = f"{PIPELINE} runs {', '.join(other)} otherwise than eagle3 {version('eagle3')} does"
+    return Finding("warning", "pipeline", told, "unless that is meant, take the dvc.yaml of a new `eagle3 init`")
 
 
 def look_at_disks(params: Params, tracked: Tracked) -> Iterator[Finding]:
@@ -169,120 +167,24 @@ def _within(seconds: float, work: Callable[[], None]) -> None:
 
 
 def look_at_endpoints(params: Params) -> Iterator[Finding]:
-    """Whether the servers of generate.endpoints answer, and serve this verifier."""
+    """Whether the servers of generate.endpoints answer, and what they serve."""
     for url in params.generate.endpoints:
-        base = url.rstrip("/").removesuffix("/v1").rstrip("/")
-        key = os.environ.get(KEY_VARIABLE)
-        request = urllib.request.Request(f"{base}/v1/models", headers={"Authorization": f"Bearer {key}"} if key else {})
         try:
-            with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(
-                request, timeout=ANSWER_WITHIN_S
-            ) as answer:
-                names = [str(model["id"]) for model in json.load(answer)["data"]]
+            names = _models_of(endpoint_url(url))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            remedy = f"start it, or take it out of generate.endpoints; a key belongs in {KEY_VARIABLE}"
-            yield Finding("stops", "endpoint", f"{base} does not answer ({error})", remedy)
+            remedy = f"start it, or take it out of generate.endpoints; a key belongs in {API_KEY_VARIABLE}"
+            yield Finding("stops", "endpoint", f"{url} does not answer ({error})", remedy)
         else:
-            yield Finding("ok", "endpoint", f"{base} serves {', '.join(names)}")
+            yield Finding("ok", "endpoint", f"{url} serves {', '.join(names)}")
 
 
-def look_at_devices(params: Params) -> Iterator[Finding]:
-    """Whether there are as many GPUs as the engines want, with enough memory that nobody else has."""
-    if runs_on_cpu():
-        return
-    gpus, ranks = visible_gpus(), params.engine.tensor_parallel_size
-    wanted = {
-        "engine.tensor_parallel_size": ranks,
-        "generate.servers x engine.tensor_parallel_size": params.generate.servers * ranks,
-        "train.nproc": params.train.nproc,
-    }
-    if params.extract.executor == "local":
-        wanted["extract.workers x engine.tensor_parallel_size"] = params.extract.workers * ranks
-    for setting, count in wanted.items():
-        if count > len(gpus):
-            yield Finding("stops", "gpus", f"{setting} = {count}, and there are {len(gpus)}", f"lower {setting}")
-    share = params.engine.gpu_memory_utilization
-    for gpu in gpus:
-        if gpu.memory - gpu.used < share * gpu.memory:
-            told = (
-                f"GPU {gpu.index}: {size(gpu.used)} of {size(gpu.memory)} are taken, an engine wants {share:.0%} of it"
-            )
-            yield Finding(
-                "stops", "gpus", told, "end what runs there (nvidia-smi), or lower engine.gpu_memory_utilization"
-            )
-
-
-def look_at_verifier(params: Params) -> Iterator[Finding]:
-    """Whether the verifier can be loaded, is still the one of the last run, and its longest request fits the cache."""
-    model = params.verifier.model
-    if model in BUNDLED:
-        try:
-            folder = bundled_folder(model)
-        except ValueError as error:
-            what, _, remedy = str(error).partition("; ")
-            yield Finding("stops", "verifier", what, remedy)
-            return
-        if not folder.is_dir():
-            yield Finding("ok", "verifier", f"{model}; the first run converts it, in about 20 s")
-            return
-    elif is_hub_id(model) and not _is_downloaded(params):
-        remedy = "see that there is room for its weights and HF_HOME points there; `dvc repro` downloads it"
-        yield Finding(
-            "warning", "verifier", f"{model} at {params.verifier.revision} is not on this machine yet", remedy
-        )
-        return
-    try:
-        identity = kept_identity(params.verifier, params.reasoning)
-        facts = read_facts(locate_verifier(params.verifier))
-    except (ValueError, OSError) as error:
-        yield Finding("stops", "verifier", str(error), "see the section verifier of params.yaml")
-        return
-    told = f"{model}, {identity.architecture}, digest {identity.digest[:12]}"
-    before = read_identity(IDENTITY).digest if IDENTITY.is_file() else identity.digest
-    if before != identity.digest:
-        remedy = "intended? then `dvc repro` runs everything from generate on; else bring the old model or engine back"
-        yield Finding("warning", "verifier", f"{told}, is not the one of the last run ({before[:12]})", remedy)
-    else:
-        yield Finding("ok", "verifier", told)
-    yield from look_at_memory(params, facts, visible_gpus())
-
-
-def _is_downloaded(params: Params) -> bool:
-    """Is a hub model in the cache of the hub's client. Asks nobody."""
-    try:
-        snapshot_download(params.verifier.model, revision=params.verifier.revision, local_files_only=True)
-    except (LocalEntryNotFoundError, HFValidationError):
-        return False
-    return True
-
-
-def look_at_memory(params: Params, facts: ModelFacts, gpus: Sequence[Gpu]) -> Iterator[Finding]:
-    """Whether the KV cache holds the longest request while its states are recorded, and memory holds the cache."""
-    dtype, context = params.verifier.dtype, params.verifier.max_model_len
-    aux_layers = len(choose_aux_layers(params.verifier.aux_layer_ids, facts.num_layers))
-    longest = context * facts.recorded_bytes(aux_layers, dtype)
-    told = f"the longest request ({context:,} tokens) takes {size(longest)}, the states that extract records included"
-    if runs_on_cpu():
-        room = int(params.engine.cpu_kv_cache_gib * GIB)
-        source, remedy = (
-            "engine.cpu_kv_cache_gib",
-            f"set it to {math.ceil(100 * longest / GIB) / 100} or more, or lower verifier.max_model_len",
-        )
-        whole = facts.weight_bytes + room
-        memory = psutil.virtual_memory().total
-        if whole > memory:
-            told_whole = f"weights and KV cache take {size(whole)}, this machine has {size(memory)}"
-            yield Finding("stops", "memory", told_whole, "lower engine.cpu_kv_cache_gib, or take a smaller verifier")
-    else:
-        ranks = params.engine.tensor_parallel_size
-        one = min(gpu.memory for gpu in gpus) if gpus else 0
-        room = int(ranks * one * params.engine.gpu_memory_utilization) - facts.weight_bytes
-        source = "what the weights leave of the GPUs"
-        remedy = "raise engine.tensor_parallel_size or engine.gpu_memory_utilization, or lower verifier.max_model_len"
-    if longest > room:
-        yield Finding("stops", "KV cache", f"{told}; {source} has {size(max(0, room))}", remedy)
-    else:
-        yield Finding("ok", "KV cache", f"{told}; {source} has {size(room)}")
+def _models_of(url: str) -> list[str]:
+    """Names of the models that a server has, asked without a proxy. url: ends in /v1."""
+    key = os.environ.get(API_KEY_VARIABLE)
+    request = urllib.request.Request(f"{url}/models", headers={"Authorization": f"Bearer {key}"} if key else {})
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(request, timeout=ANSWER_WITHIN_S) as answer:
+        return [visible(str(model["id"])) for model in json.load(answer)["data"]]
 
 
 def look_at_files(params: Params, params_path: Path, by_dvc: Sequence[str]) -> Finding:

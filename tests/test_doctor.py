@@ -13,7 +13,11 @@ from typer.testing import CliRunner
 from eagle3.cli import app
 from eagle3.doctor_machine import look_at_machine
 from eagle3.doctor_project import look_at_project
+from eagle3.doctor_verifier import look_at_cache, look_at_gpus
 from eagle3.findings import Finding, conclusion
+from eagle3.machine import Gpu
+from eagle3.model_facts import ModelFacts
+from eagle3.params import load_params
 from eagle3.params_text import edited
 from eagle3.serving.ports import free_port
 from tests.faulty_server import FaultyServer
@@ -64,7 +68,18 @@ def setting(name: str, value: object) -> None:
 def test_a_sound_project_is_all_well(project: Path) -> None:
     findings = found()
     assert {finding.level for group in findings.values() for finding in group} == {"ok"}
-    expected = {"params", "links", "disk", "work store", "remote", "verifier", "KV cache", "files"}
+    expected = {
+        "params",
+        "pipeline",
+        "links",
+        "disk",
+        "work store",
+        "remote",
+        "verifier",
+        "KV cache",
+        "memory",
+        "files",
+    }
     assert set(findings) == expected
 
 
@@ -160,7 +175,7 @@ def test_another_verifier_than_that_of_the_last_run(project: Path, tiny_verifier
     subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
     assert found()["verifier"][0].level == "ok"
     (folder / "chat_template.jinja").write_text((folder / "chat_template.jinja").read_text() + " ")
-    assert only("verifier").level == "warning" and "not the one of the last run" in only("verifier").told
+    assert only("verifier").level == "warning" and "the last run was with" in only("verifier").told
 
 
 def test_a_hub_model_that_is_not_here_yet(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,3 +258,48 @@ def test_the_conclusion_counts() -> None:
     assert conclusion([ok]) == "all well"
     assert conclusion([ok, warning]) == "nothing would stop a run, 1 warnings"
     assert conclusion([stops, warning, stops]) == "2 would stop a run, 1 warnings"
+
+
+GPUS = [Gpu(str(number), "NVIDIA H200", 141 * 10**9, 0) for number in range(8)]
+KIMI = load_params(ROOT / "examples/kimi-k2.5.yaml")
+
+
+def kimi_facts(weights: int = 595 * 10**9) -> ModelFacts:
+    """Of Kimi-K2.5."""
+    return ModelFacts(
+        "KimiK25ForConditionalGeneration", "kimi_k25", 61, 7168, 64, 262_144, 61 * 576, "bfloat16", weights
+    )
+
+
+def test_gpus_that_fit() -> None:
+    assert not list(look_at_gpus(KIMI, GPUS))
+    assert look_at_cache(KIMI, kimi_facts(), GPUS).level == "ok"
+
+
+def test_too_few_gpus_stop() -> None:
+    told = [finding.told for finding in look_at_gpus(KIMI, GPUS[:4])]
+    assert "engine.tensor_parallel_size = 8, and there are 4" in told
+    assert "train.nproc = 8, and there are 4" in told
+
+
+def test_memory_that_somebody_else_has_stops() -> None:
+    taken = [*GPUS[:7], Gpu("7", "NVIDIA H200", 141 * 10**9, 60 * 10**9)]
+    (finding,) = look_at_gpus(KIMI, taken)
+    assert finding.level == "stops" and "GPU 7: 60.00 GB of 141.00 GB are taken" in finding.told
+
+
+def test_weights_that_leave_no_room_stop() -> None:
+    finding = look_at_cache(KIMI, kimi_facts(1020 * 10**9), GPUS)
+    assert finding.level == "stops" and "has 0 bytes" in finding.told and "tensor_parallel_size" in finding.remedy
+
+
+def test_a_pipeline_of_another_version_is_told(project: Path) -> None:
+    dvc = Path("dvc.yaml")
+    dvc.write_text(dvc.read_text().replace("python -m stages.train ", "srun python -m stages.train "))
+    assert only("pipeline").level == "warning" and "runs train otherwise" in only("pipeline").told
+
+
+@pytest.mark.parametrize("text", ["stages: [", "{}", "stages: {prompts: {cmd: x}}"])
+def test_a_pipeline_that_is_none_stops(project: Path, text: str) -> None:
+    Path("dvc.yaml").write_text(text)
+    assert only("params").level == "stops" and "dvc.yaml" in only("params").told
