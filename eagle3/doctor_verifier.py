@@ -29,7 +29,7 @@ def look_at_verifier(params: Params) -> Iterator[Finding]:
     """Devices for the engines; whether the verifier can be loaded and is still the one of the last run; room for it."""
     gpus = None if runs_on_cpu() else visible_gpus()
     if gpus is not None:
-        yield from look_at_gpus(params, gpus)
+        yield from look_at_devices(params, gpus)
     later = _comes_later(params)
     if later is not None:
         yield later
@@ -79,7 +79,7 @@ def _is_downloaded(model: str, revision: str | None) -> bool:
     return True
 
 
-def look_at_gpus(params: Params, gpus: Sequence[Gpu]) -> Iterator[Finding]:
+def look_at_devices(params: Params, gpus: Sequence[Gpu]) -> Iterator[Finding]:
     """Whether there are as many GPUs as the engines want, with enough memory that nobody else has."""
     ranks = params.engine.tensor_parallel_size
     wanted = {

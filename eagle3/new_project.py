@@ -4,6 +4,7 @@ params.yaml, dvc.yaml and .dvc/config are those of the checkout, which come with
 values. In dvc.yaml the files of code give way to digests of the installed ones (library.py).
 """
 
+import re
 import shlex
 import shutil
 import subprocess
@@ -26,6 +27,7 @@ from eagle3.serving.engine import runs_on_cpu
 from eagle3.verifier import identify_verifier
 from eagle3.verifier_settings import Reading, Settings, read_verifier
 
+WRITTEN = ("params.yaml", "dvc.yaml", ".dvc", ".dvcignore", ".gitignore", "README.md")
 PROMPTS = "prompts"  # outside data/, so that no name clashes with what the stages make
 IN_GIT_BYTES = 1 << 20  # prompt files up to this size are kept in git, larger ones in DVC
 HEADER = """\
@@ -77,28 +79,35 @@ def start_project(folder: Path, wanted: Wanted, gpus: Sequence[Gpu]) -> Project:
     """
     if shutil.which("git") is None:
         raise ValueError("git is not installed; DVC keeps its pipelines in git repositories")
+    if "prompts.sources" in wanted.given:
+        raise ValueError("prompts.sources is what --prompts says; give the files there")
     shipped = (SKELETON / "params.yaml").read_text(encoding="utf-8")
     template = parse_params(edited(shipped, wanted.given), Path("params.yaml"))
-    reading = read_verifier(wanted.verifier or template.verifier.model, wanted.revision, template, wanted.given, gpus)
     files = list(wanted.prompts) or [SKELETON / "starter.jsonl"]
     sources = describe_sources(files, wanted.text_column, template)
     paths = [source["path"] for source in sources]
-    settings = {**reading.settings, **wanted.given, "prompts.sources": sources}
+    existing = [name for name in (*WRITTEN, *paths) if (folder / name).exists()]
+    if existing:
+        raise ValueError(f"{folder} has {existing[0]} already; `eagle3 init` starts a project in a new or empty folder")
+    asked = template.verifier
+    revision = wanted.revision or asked.revision
+    reading = read_verifier(wanted.verifier or asked.model, revision, template, wanted.given, gpus)
+    settings = {**reading.settings, **wanted.given, **_identity(reading), "prompts.sources": sources}
+    if asked.chat_template is not None:
+        settings["verifier.chat_template"] = Path(asked.chat_template).name
+    params_text = edited(shipped, settings)
+    check_together(parse_params(params_text, folder / "params.yaml"))
     texts = {
-        "params.yaml": edited(shipped, settings),
+        "params.yaml": params_text,
         "dvc.yaml": pipeline_text(paths),
-        ".dvc/config": (SKELETON / "dvc_config")
-        .read_text()
-        .replace(SHARED_REMOTE, f"{folder.absolute().name}-dvc-remote"),
+        ".dvc/config": dvc_config(folder),
         ".dvc/.gitignore": DVC_IGNORED_BY_GIT,
         ".dvcignore": IGNORED_BY_DVC,
         ".gitignore": IGNORED_BY_GIT + "".join(f"/{out}\n" for out in kept_by_dvc()),
-        "README.md": readme(folder, reading, settings, paths),
+        "README.md": readme(folder, settings["verifier.model"], paths),
     }
-    existing = [name for name in (*texts, ".dvc", *paths) if (folder / name).exists()]
-    if existing:
-        raise ValueError(f"{folder} has {existing[0]} already; `eagle3 init` starts a project in a new or empty folder")
-    check_together(parse_params(texts["params.yaml"], folder / "params.yaml"))
+    if asked.chat_template is not None:
+        texts[settings["verifier.chat_template"]] = Path(asked.chat_template).read_text(encoding="utf-8")
     made = _Made(folder)
     try:
         made.write(texts)
@@ -106,13 +115,19 @@ def start_project(folder: Path, wanted: Wanted, gpus: Sequence[Gpu]) -> Project:
         params = load_params(folder / "params.yaml")
         check_project(params, folder / "dvc.yaml")
         if params.verifier.model.startswith("/"):
-            identify_verifier(params.verifier, params.reasoning)
+            own = params.verifier.model_copy(update={"chat_template": asked.chat_template})
+            identify_verifier(own, params.reasoning)
         made.note(".git")
         committed = _track(folder, [path for path in paths if (folder / path).stat().st_size > IN_GIT_BYTES])
     except BaseException:
         made.undo()
         raise
     return Project(folder, reading, paths, settings, committed)
+
+
+def _identity(reading: Reading) -> Settings:
+    """Which model it is: what was read holds, for paths are absolute there and revisions commits."""
+    return {name: value for name, value in reading.settings.items() if name in ("verifier.model", "verifier.revision")}
 
 
 def usable_gpus() -> list[Gpu]:
@@ -171,6 +186,12 @@ def pipeline_text(prompts: Iterable[str]) -> str:
     return HEADER.format(version=version("eagle3")) + dumped(yaml, pipeline)
 
 
+def dvc_config(folder: Path) -> str:
+    """.dvc/config, with a default remote beside the project that is named after it."""
+    name = re.sub(r"[^\w.-]", "-", folder.absolute().name)
+    return (SKELETON / "dvc_config").read_text().replace(SHARED_REMOTE, f"{name}-dvc-remote")
+
+
 def kept_by_dvc() -> list[str]:
     """The outs of a project that DVC keeps, so that git must not; of folders what is being written too."""
     stages = round_trip().load((SKELETON / "dvc.yaml").read_text(encoding="utf-8"))["stages"].values()
@@ -178,12 +199,11 @@ def kept_by_dvc() -> list[str]:
     return [FOLDER, *(name for out in outs for name in ([out] if Path(out).suffix else [out, f"{out}.tmp"]))]
 
 
-def readme(folder: Path, reading: Reading, settings: Settings, prompts: Sequence[str]) -> str:
+def readme(folder: Path, verifier: str, prompts: Sequence[str]) -> str:
     """README.md of a project."""
-    model = settings["verifier.model"]
-    fields = {"name": folder.absolute().name, "verifier": model, "version": version("eagle3")}
     listed = ", ".join(f"`{prompt}`" for prompt in prompts)
-    return Template((SKELETON / "README.md").read_text()).substitute(fields, prompts=listed)
+    fields = {"name": folder.absolute().name, "verifier": verifier, "version": version("eagle3"), "prompts": listed}
+    return Template((SKELETON / "README.md").read_text()).substitute(fields)
 
 
 class _Made:

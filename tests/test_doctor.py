@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from eagle3.cli import app
 from eagle3.doctor_machine import look_at_machine
 from eagle3.doctor_project import look_at_project
-from eagle3.doctor_verifier import look_at_cache, look_at_gpus
+from eagle3.doctor_verifier import look_at_cache, look_at_devices
 from eagle3.findings import Finding, conclusion
 from eagle3.machine import Gpu
 from eagle3.model_facts import ModelFacts
@@ -272,19 +272,19 @@ def kimi_facts(weights: int = 595 * 10**9) -> ModelFacts:
 
 
 def test_gpus_that_fit() -> None:
-    assert not list(look_at_gpus(KIMI, GPUS))
+    assert not list(look_at_devices(KIMI, GPUS))
     assert look_at_cache(KIMI, kimi_facts(), GPUS).level == "ok"
 
 
 def test_too_few_gpus_stop() -> None:
-    told = [finding.told for finding in look_at_gpus(KIMI, GPUS[:4])]
+    told = [finding.told for finding in look_at_devices(KIMI, GPUS[:4])]
     assert "engine.tensor_parallel_size = 8, and there are 4" in told
     assert "train.nproc = 8, and there are 4" in told
 
 
 def test_memory_that_somebody_else_has_stops() -> None:
     taken = [*GPUS[:7], Gpu("7", "NVIDIA H200", 141 * 10**9, 60 * 10**9)]
-    (finding,) = look_at_gpus(KIMI, taken)
+    (finding,) = look_at_devices(KIMI, taken)
     assert finding.level == "stops" and "GPU 7: 60.00 GB of 141.00 GB are taken" in finding.told
 
 
