@@ -86,9 +86,10 @@ def test_settings_are_read_from_the_verifier(tiny_verifier: Path) -> None:
     assert (params.verifier.aux_layer_ids, params.reasoning.format) == (None, "auto")
 
 
-def test_a_relative_path_of_a_verifier_holds_from_anywhere(tiny_verifier: Path) -> None:
+@pytest.mark.parametrize("words", [("--verifier", "link"), ("-S", "verifier.model=link")])
+def test_a_relative_path_of_a_verifier_holds_from_anywhere(tiny_verifier: Path, words: tuple[str, str]) -> None:
     Path("link").symlink_to(tiny_verifier)
-    assert made("--verifier", "link").verifier.model == str(Path("link").absolute())
+    assert made(*words).verifier.model == str(Path("link").absolute())
 
 
 def test_a_shallow_verifier_gets_distinct_layers(tmp_path: Path) -> None:
@@ -277,6 +278,7 @@ def test_files_of_others_are_not_touched_when_it_fails(tiny_verifier: Path, tmp_
         (["-S", "train.lrr=1"], "has no train.lrr"),
         (["-S", "train.epochs=four"], "train.epochs"),
         (["-S", "train.epochs"], "SECTION.KEY=VALUE"),
+        (["-S", "prompts.sources=[]"], "--prompts"),
         (["-S", "train.nproc=2"], "train.gradient_accumulation"),
         (["-S", "prompts.validation_share=0.95"], "leave nothing to train on"),
         (["--verifier", "nowhere"], "neither a directory here nor a hub id"),
@@ -292,9 +294,10 @@ def test_a_verifier_without_a_chat_template_needs_one(tiny_verifier: Path, tmp_p
     folder = Path(shutil.copytree(tiny_verifier, tmp_path / "base"))
     template = (folder / "chat_template.jinja").rename(tmp_path / "own.jinja")
     assert "verifier.chat_template" in refused("--verifier", folder)
-    assert made("--verifier", folder, "-S", f"verifier.chat_template={template}").verifier.chat_template == str(
-        template
-    )
+    params = made("--verifier", folder, "-S", "verifier.chat_template=own.jinja")
+    assert params.verifier.chat_template == "own.jinja"  # in the project
+    assert Path("new/own.jinja").read_bytes() == template.read_bytes()
+    assert "own.jinja" in git("ls-files").split()
 
 
 def test_inside_a_repository_that_is_the_users_to_commit() -> None:
