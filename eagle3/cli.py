@@ -13,12 +13,16 @@ from eagle3.comparison import as_lines as comparison_lines
 from eagle3.comparison import compare as compare_sides
 from eagle3.comparison import data_that_differ, find_side, settings_that_differ
 from eagle3.console import guarded, say, visible
+from eagle3.doctor import examine
 from eagle3.estimate import as_json, as_lines, estimate_run
+from eagle3.findings import conclusion
 from eagle3.housekeeping import SHARED, freed, no_stage_running, remove, survey, table
 from eagle3.lineage import check_draft, read_lineage
 from eagle3.lineage_view import ask_lineage
+from eagle3.new_project import Wanted, start_project, usable_gpus, what_was_made
 from eagle3.pager import Color, print_paged, wants_color
 from eagle3.params import Params, load_params
+from eagle3.params_text import parse_setting
 from eagle3.probe import probe_rates
 from eagle3.remote_check import verify_remote
 from eagle3.report.build import project_report
@@ -59,6 +63,54 @@ RateOption = Annotated[
     typer.Option(min=1e-9, metavar="TOKENS_PER_S", help="Of all GPUs together, in place of the last run's."),
 ]
 OlderThan = Annotated[float, typer.Option(min=0, metavar="DAYS", help="What was written since stays.")]
+
+
+@app.command()
+@guarded
+def init(
+    folder: Annotated[Path, typer.Argument(help="A new or empty folder.")],
+    verifier: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL", help="A local directory, a hub id or a bundled one; without it that of the demo."
+        ),
+    ] = None,
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE", help="JSONL or Parquet; may be given several times. Without it those of the demo."
+        ),
+    ] = None,
+    text_column: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Where the prompt is, if no messages or conversations are there.")
+    ] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="Branch, tag or commit of a hub id; it is pinned to the commit that it is now.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", "-S", metavar="KEY=VALUE", help="Any setting of params.yaml, e.g. train.epochs=3."),
+    ] = None,
+) -> None:
+    """Start a project around a verifier and prompts: dvc.yaml, params.yaml with what the verifier says of itself, git
+    and DVC. `dvc repro` then runs it."""
+    given = dict(map(parse_setting, settings or []))
+    made = start_project(folder, Wanted(verifier, revision, prompts or [], text_column, given), usable_gpus())
+    typer.echo("\n".join(what_was_made(made)))
+
+
+@app.command()
+@guarded
+def doctor(params_path: ParamsPath = Path("params.yaml")) -> None:
+    """Look whether everything is there that a run needs: environment, settings, disks, remote, verifier. Each finding
+    has a remedy; exit 1 if one would stop a run. Takes seconds and starts nothing."""
+    findings = []
+    for finding in examine(params_path):
+        findings.append(finding)
+        typer.echo("\n".join(finding.lines))
+    typer.echo(conclusion(findings))
+    if any(finding.level == "stops" for finding in findings):
+        raise typer.Exit(1)
 
 
 @app.command()

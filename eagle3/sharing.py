@@ -31,7 +31,8 @@ from eagle3.lineage import (
 )
 from eagle3.origin import LOCK, lock_entries, read_lock
 from eagle3.params import VerifierParams, load_params
-from eagle3.verifier import VerifierIdentity, load_head, locate_verifier, read_identity
+from eagle3.verifier import VerifierIdentity, locate_verifier, read_identity
+from eagle3.verifier_head import load_head
 from eagle3.workstore import write_file, write_in_pieces
 
 Form = Literal["plain", "speculators"]

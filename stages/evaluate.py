@@ -33,7 +33,8 @@ from eagle3.report.page import render
 from eagle3.serving.speculative import Decoder, answers_to_decode, decode_settings, settings
 from eagle3.stage import run_stage
 from eagle3.tables import new_folder, write_metrics
-from eagle3.verifier import load_head, locate_verifier, read_identity
+from eagle3.verifier import locate_verifier, read_identity
+from eagle3.verifier_head import load_head
 from eagle3.workstore import write_file
 
 

@@ -25,7 +25,8 @@ from eagle3.origin import NOTE, origin_once, trained_lineage
 from eagle3.params import Params, load_params
 from eagle3.stage import check_commit, run_stage
 from eagle3.tables import write_metrics
-from eagle3.verifier import VerifierIdentity, load_head, locate_verifier, read_identity, verifier_digest
+from eagle3.verifier import VerifierIdentity, locate_verifier, read_identity, verifier_digest
+from eagle3.verifier_head import load_head
 from eagle3.workstore import work_folder, write_file
 
 

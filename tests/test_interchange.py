@@ -17,7 +17,8 @@ from eagle3.draft.model import DraftSizes
 from eagle3.lineage import LINEAGE as LINEAGE_FILE
 from eagle3.lineage import check_draft, draft_digests, read_lineage, vocabulary_facts, write_lineage
 from eagle3.sharing import Form
-from eagle3.verifier import load_head, read_identity
+from eagle3.verifier import read_identity
+from eagle3.verifier_head import load_head
 from tests.dvc_project import eagle3
 from tests.test_draft_export import LATENT, TOKEN_IDS, export, sizes_of, verifier_of
 from tests.test_lineage import LINEAGE

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from eagle3.consistency import check_together
 from eagle3.params import load_params
 from eagle3.responses import read_responses
 from eagle3.schemas import AUDIT, REJECTED, RESPONSES, TOKENS
@@ -18,7 +19,7 @@ from eagle3.tables import Account, read_parts, read_table, write_parts
 from eagle3.tokens import Unusable
 from eagle3.verification import verify_places
 from eagle3.verifier import prompt_ids, write_identity
-from stages.check import check, check_together
+from stages.check import check
 from stages.reconstruct_tokens import check_use, reconstruct_tokens
 from tests.test_tokens import IDENTITY, STOP, response
 from tests.tiny_verifiers import build_tokenizer

@@ -17,8 +17,8 @@ import pytest
 from eagle3.lineage import draft_digests, write_lineage
 from eagle3.params import load_params
 from eagle3.serving.engine import runs_on_cpu
+from eagle3.serving.ports import free_port
 from eagle3.serving.serve import choose_num_speculative_tokens, choose_port, printable, serve_words
-from eagle3.serving.server import free_port
 from eagle3.serving.speculative import settings
 from eagle3.verifier import read_identity
 from tests.dvc_project import eagle3

@@ -12,7 +12,8 @@ from eagle3.console import Interrupted, interrupt, say
 from eagle3.lineage import public_name
 from eagle3.params import Params
 from eagle3.serving.engine import engine_environment
-from eagle3.serving.server import HOST, LocalServer, free_port, server_command
+from eagle3.serving.ports import HOST, free_port
+from eagle3.serving.server import LocalServer, server_command
 from eagle3.serving.speculative import settings
 from eagle3.workstore import work_root
 

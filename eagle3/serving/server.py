@@ -3,15 +3,13 @@
 import http.client
 import json
 import os
-import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,11 +18,9 @@ from eagle3.console import say, visible
 from eagle3.params import EngineParams, VerifierParams
 from eagle3.serving.devices import WHOLE_MACHINE, Share, device_shares
 from eagle3.serving.engine import engine_arguments, engine_environment
+from eagle3.serving.ports import HOST, free_port, free_ports
 from eagle3.serving.process import last_words, signal_group, start_child
 
-HOST = "127.0.0.1"
-#: Below those that a system gives to outgoing connections: a port that is free now is free when its server gets there.
-PORTS = range(15_000, 30_000)
 GRACE_S = 15
 NEWS_EVERY_S = 15
 POLL_S = 0.5
@@ -242,22 +238,3 @@ def _option(name: str, value: Any) -> list[str]:
             return [f"--{name}", *map(str, value)]
         case _:
             return [f"--{name}", str(value)]
-
-
-def free_port() -> int:
-    """A port of this machine's loopback that nobody has."""
-    return free_ports(1)[0]
-
-
-def free_ports(count: int) -> list[int]:
-    """So many of them, all different. Raises ValueError when there are not so many."""
-    found: list[int] = []
-    with ExitStack() as held:
-        for port in random.SystemRandom().sample(PORTS, len(PORTS)):
-            probe = held.enter_context(socket.socket())
-            with suppress(OSError):
-                probe.bind((HOST, port))
-                found.append(port)
-            if len(found) == count:
-                return found
-    raise ValueError(f"{HOST} has no {count} free ports from {PORTS.start} to {PORTS.stop - 1}")

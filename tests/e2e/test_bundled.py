@@ -1,23 +1,31 @@
-"""The bundled verifier end to end: what `make demo` does, on fewer prompts, up to serving the draft."""
+"""The bundled verifier end to end, from an installed wheel: `eagle3 init`, `dvc repro`, the draft served.
+
+It is what `make demo` does in the checkout, on fewer prompts.
+"""
 
 import json
+import re
+import resource
 import signal
 import subprocess
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
 from benchmarks.project import ROOT, Project
+from eagle3.evaluation import choose_prompts
 from eagle3.params import load_params
-from eagle3.serving.server import free_port
+from eagle3.serving.ports import free_port
 from eagle3.serving.speculative import Decoder, sampling_fields, settings
 from eagle3.verifier import locate_verifier, read_identity
-from stages.evaluate import choose, in_float32
+from stages.evaluate import in_float32
 from tests.draft_parity import equal_drafts
+from tests.wheel import InstalledProject, install_wheel
 
 pytestmark = pytest.mark.slow
 
@@ -37,14 +45,62 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
-    """A project of 56 starter prompts that has run once, with an own copy of everything but the converted verifier."""
-    made = Project(tmp_path_factory.mktemp("bundled") / "project")
+    """A project of 56 starter prompts that has run once. The checkout is nowhere on its way."""
+    folder = tmp_path_factory.mktemp("bundled")
     lines = (ROOT / "data/prompts/starter.jsonl").read_text().splitlines()
-    (made.folder / "data/prompts").mkdir(parents=True)
-    (made.folder / "data/prompts/starter.jsonl").write_text("\n".join(lines[:56]) + "\n")
-    made.edit([{"path": "data/prompts/starter.jsonl"}], SETTINGS)
+    (folder / "starter.jsonl").write_text("\n".join(lines[:56]) + "\n")
+    options = [word for name, value in SETTINGS.items() for word in ("-S", f"{name}={value}")]
+    prompts = ["--prompts", str(folder / "starter.jsonl")]
+    made = InstalledProject(install_wheel(folder / "wheel"), folder / "project", [*prompts, *options])
     made.run("dvc", "repro")
+    made.commit("first run")
     return made
+
+
+def output(project: Project, *command: str) -> str:
+    """What a command that succeeds prints in the project."""
+    environment = project.environment()
+    done = subprocess.run(command, cwd=project.folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_all_code_is_that_of_the_wheel(project: Project) -> None:
+    for package in ("eagle3", "stages"):
+        place = output(project, "python", "-c", f"import {package}; print({package}.__file__)").strip()
+        assert Path(place).is_relative_to(project.folder.parent / "wheel")
+    assert str(ROOT) not in (project.folder / "dvc.lock").read_text()
+
+
+def test_nothing_to_do_costs_less_than_5_seconds_of_processor_time(project: Project) -> None:
+    """And so it says: only the two stages that look each time run."""
+    costs = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        printed = output(project, "dvc", "repro")
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        costs.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        assert set(re.findall(r"Running stage '([\w-]+)'", printed)) == {"library", "verifier"}
+    assert min(costs) < 5, costs
+    assert project.changed_files() == []
+
+
+def test_an_upgrade_reruns_the_stages_whose_code_it_changed(project: Project) -> None:
+    installed = Path(output(project, "python", "-c", "import eagle3.gates; print(eagle3.gates.__file__)").strip())
+    text = installed.read_text()
+    try:
+        installed.write_text(text + "# another version\n")
+        project.run("dvc", "repro", "--quiet", "library")
+        changed = set(json.loads(output(project, "dvc", "status", "--json")))
+        assert changed - {"library", "verifier"} == {"extract", "evaluate"}
+    finally:
+        installed.write_text(text)
+        project.run("dvc", "repro", "--quiet", "library")
+
+
+def test_the_doctor_finds_nothing_that_stops_a_run(project: Project) -> None:
+    found = output(project, "eagle3", "doctor")
+    assert "a run fits" in found and "KV cache" in found and "STOPS" not in found
 
 
 def test_the_recorded_states_explain_what_the_verifier_wrote(project: Project) -> None:
@@ -70,7 +126,9 @@ def test_vllm_drafts_what_the_trained_draft_proposes(project: Project, monkeypat
     draft, folder = project.folder / "data/draft", locate_verifier(params.verifier)
     setting = settings(params.evaluate)[0]
     steps = setting.num_speculative_tokens
-    chosen = choose(project.folder / "data/prompts/evaluation.parquet", params)
+    chosen = choose_prompts(
+        project.folder / "data/prompts/evaluation.parquet", params.verifier, params.generate, params.evaluate
+    )
     with Decoder(params.verifier, params.engine, folder, draft, steps) as decoder:
         decoder.wait_until_ready()
         sampling = [[sampling_fields(params.evaluate, prompt, 32)] for prompt in chosen]
@@ -111,23 +169,23 @@ def test_metrics_and_plots_are_shown_by_dvc(project: Project) -> None:
 
 
 def test_the_whole_chain_is_proven(project: Project) -> None:
-    checked = eagle3(project, "lineage", "--check", "--json")
+    checked = output(project, "eagle3", "lineage", "--check", "--json")
     links = {link["name"]: link["status"] for link in json.loads(checked)["links"]}
     assert set(links.values()) == {"proven", "agrees"} and links["answers"] == links["prompts"] == "proven"
-    told = eagle3(project, "lineage")
+    told = output(project, "eagle3", "lineage")
     assert "data/prompts/starter.jsonl md5" in told and "max_new_tokens 48" in told
-    card = eagle3(project, "card")
+    card = output(project, "eagle3", "card")
     assert "base_model: HuggingFaceTB/SmolLM2-135M-Instruct" in card and "| `speedup` |" in card
     assert "Not measured" in (project.folder / "data/draft/README.md").read_text()
 
 
 def test_the_draft_is_served_until_ctrl_c(project: Project) -> None:
     """As exported for others and brought back, which is the same draft."""
-    assert eagle3(project, "summary").rstrip().endswith("eagle3 serve")
-    eagle3(project, "export", "data/draft", "shared", "--format", "speculators")
-    eagle3(project, "import", "shared", "back")
+    assert output(project, "eagle3", "summary").rstrip().endswith("eagle3 serve")
+    output(project, "eagle3", "export", "data/draft", "shared", "--format", "speculators")
+    output(project, "eagle3", "import", "shared", "back")
     port = free_port()
-    printed = eagle3(project, "serve", "--draft", "back", "--port", str(port), "--print")
+    printed = output(project, "eagle3", "serve", "--draft", "back", "--port", str(port), "--print")
     assert f"--port {port}" in printed and '"num_speculative_tokens": 3' in printed
     with serving(project, port, "--draft", "back") as process:
         body = {"model": json.loads(get(port, "/v1/models"))["data"][0]["id"], "max_tokens": 16, "temperature": 0}
@@ -149,16 +207,6 @@ def test_the_draft_is_served_until_ctrl_c(project: Project) -> None:
         assert process.wait(60) == 0
         assert not any(psutil.pid_exists(other.pid) for other in everything[1:])
     assert (project.folder / f".work/logs/serve-{port}.log").stat().st_size > 0
-
-
-def eagle3(project: Project, *words: str) -> str:
-    """What the command prints."""
-    environment = project.environment()
-    done = subprocess.run(
-        ["eagle3", *words], cwd=project.folder, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def get(port: int, path: str) -> str:
