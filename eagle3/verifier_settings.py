@@ -43,13 +43,13 @@ def read_verifier(model: str, revision: str | None, template: Params, given: Set
         return Reading({"verifier.model": model}, "as it is shipped")
     if is_hub_id(model):
         folder, revision = _text_files(model, revision)
-        settings: Settings = {"verifier.model": model, "verifier.revision": revision}
+        identity: Settings = {"verifier.model": model, "verifier.revision": revision}
     else:
         folder = locate_verifier(template.verifier.model_copy(update={"model": str(Path(model).expanduser())}))
-        settings = {"verifier.model": str(folder), "verifier.revision": None}
+        identity = {"verifier.model": str(folder), "verifier.revision": None}
     facts = read_facts(folder)
     own = template.verifier.model_copy(update={"model": str(folder), "revision": None})
-    settings |= _of_model(facts, own) | given
+    settings = _of_model(facts, own) | given | identity
     settings["generate.max_new_tokens"] = int(settings["verifier.max_model_len"] * ANSWER_SHARE)
     settings |= _of_tokenizer(facts, own)
     settings |= {f"generate.{name}": value for name, value in recommended_sampling(folder).items()}

@@ -331,10 +331,14 @@ def test_a_hub_model_is_pinned_to_its_commit_and_no_weights_are_downloaded(tiny_
     with fake_hub("owner/tiny", tiny_verifier) as (address, downloaded):
         environment = os.environ | {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "hf"), "PYTHONPATH": str(ROOT)}
         environment.pop("HF_HUB_OFFLINE", None)
-        command = [sys.executable, "-m", "eagle3.cli", "init", "new", "--prompts", str(prompts), "--verifier"]
-        done = subprocess.run([*command, "owner/tiny"], env=environment, capture_output=True, text=True, check=False)
+        command = [sys.executable, "-m", "eagle3.cli", "init", "--prompts", str(prompts), "--verifier"]
+        done = subprocess.run(
+            [*command, "owner/tiny", "new"], env=environment, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stderr
-        absent = subprocess.run([*command, "owner/other"], env=environment, capture_output=True, text=True, check=False)
+        absent = subprocess.run(
+            [*command, "owner/other", "another"], env=environment, capture_output=True, text=True, check=False
+        )
     verifier = load_params(Path("new/params.yaml")).verifier
     assert (verifier.model, verifier.revision, verifier.max_model_len) == ("owner/tiny", COMMIT, 512)
     assert "config.json" in downloaded and "model.safetensors" not in downloaded
