@@ -1,10 +1,14 @@
-"""Acceptance numbers from step counts. Pure: sums and counts in, ratios out only at the end."""
+"""What was decoded, and its numbers. Pure: sums and counts in, ratios out only at the end."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any
+
+import numpy as np
+
+from eagle3.intervals import ratio_interval
 
 Row = dict[str, Any]
 ARMS = ("plain", "draft")
@@ -16,7 +20,16 @@ class Prompt:
 
     prompt_id: str
     category: str
+    source: str
     ids: list[int]
+
+
+@dataclass(frozen=True, order=True)
+class Setting:
+    """How a pair of arms was decoded: the draft's tokens per forward, and prompts at a time in both arms."""
+
+    num_speculative_tokens: int
+    batch_size: int
 
 
 @dataclass(frozen=True)
@@ -30,15 +43,37 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Forward:
+    """One step of the engine: the requests and tokens that it computed."""
+
+    seconds: float
+    requests: int
+    tokens: int
+
+
+@dataclass(frozen=True)
 class Answer:
     """What one arm made of one prompt; `seconds` belong to the whole batch."""
 
     prompt: Prompt
+    setting: Setting
     arm: str
     batch: int
     output_ids: list[int]
+    finish_reason: str
     seconds: float
     steps: list[Step]
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """A batch that one arm decoded. counters: by how much vLLM's own rose meanwhile, by name."""
+
+    setting: Setting
+    arm: str
+    answers: list[Answer]
+    forwards: list[Forward]
+    counters: dict[str, int]
 
 
 @dataclass
@@ -51,15 +86,17 @@ class Acceptance:
     num_speculative_tokens: int
     num_drafts: int = 0
     emitted: int = 0
+    drafted: int = 0
     accepted_at: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.accepted_at = self.accepted_at or [0] * self.num_speculative_tokens
 
-    def add(self, accepted: int, emitted: int) -> None:
-        """Count one forward: drafts accepted (0 .. K) and tokens that came out (1 .. K + 1)."""
+    def add(self, accepted: int, emitted: int, drafted: int = 0) -> None:
+        """Count one forward: drafts accepted (0 .. K), tokens that came out (1 .. K + 1), tokens drafted."""
         self.num_drafts += 1
         self.emitted += emitted
+        self.drafted += drafted
         for position in range(accepted):
             self.accepted_at[position] += 1
 
@@ -75,25 +112,38 @@ class Acceptance:
             "num_drafts": self.num_drafts,
         }
 
-
-@dataclass
-class Speed:
-    """Tokens and seconds of both arms over the same prompts."""
-
-    tokens_plain: int = 0
-    seconds_plain: float = 0.0
-    tokens_draft: int = 0
-    seconds_draft: float = 0.0
-
-    def metrics(self) -> dict[str, float]:
-        """Tokens per second of each arm and their ratio."""
-        plain = self.tokens_plain / max(self.seconds_plain, 1e-9)
-        draft = self.tokens_draft / max(self.seconds_draft, 1e-9)
+    def counters(self) -> dict[str, int]:
+        """The same sums under the names of vLLM's own counters."""
         return {
-            "tokens_per_second_plain": plain,
-            "tokens_per_second_draft": draft,
-            "speedup": draft / plain if plain else 0.0,
+            "drafts": self.num_drafts,
+            "draft_tokens": self.drafted,
+            "accepted_tokens": sum(self.accepted_at),
+            **{f"accepted_tokens_per_pos_{k + 1}": count for k, count in enumerate(self.accepted_at)},
         }
+
+
+def count_steps(answers: Iterable[Answer], num_speculative_tokens: int) -> Acceptance:
+    """Acceptance over every step of these answers."""
+    acceptance = Acceptance(num_speculative_tokens)
+    for answer in answers:
+        for step in answer.steps:
+            acceptance.add(step.accepted, step.emitted, len(step.drafted))
+    return acceptance
+
+
+def require_counters(decoded: Iterable[Decoded]) -> dict[str, int]:
+    """vLLM's own counters over everything that was decoded with a draft. Raises ValueError where the recorded steps
+    do not add up to them exactly: then this vLLM steps otherwise than the recorder of its steps expects."""
+    total: dict[str, int] = defaultdict(int)
+    for batch in decoded:
+        if batch.arm == "plain":
+            continue
+        ours = count_steps(batch.answers, batch.setting.num_speculative_tokens).counters()
+        if ours != {name: batch.counters.get(name, 0) for name in ours}:
+            raise ValueError(f"the recorded steps sum up to {ours}, vLLM's own counters to {batch.counters}")
+        for name, count in ours.items():
+            total[name] += count
+    return {name: count for name, count in total.items() if "per_pos" not in name}
 
 
 def first_difference(one: Iterable[int], other: Iterable[int]) -> int | None:
@@ -114,60 +164,81 @@ def spread(rows: Iterable[Row], count: int) -> list[Row]:
     return [row for row, _ in zip(turns, range(count), strict=False)]
 
 
-def summarise(answers: list[Answer], num_speculative_tokens: int) -> dict[str, Any]:
-    """Acceptance and speed over all prompts, and the same for each category under `by_category`."""
+def summarise(answers: Sequence[Answer]) -> dict[str, Any]:
+    """Acceptance and speed of one setting over all prompts, and the same for each category under `by_category`."""
     categories = sorted({answer.prompt.category for answer in answers})
     return {
-        **_summary(answers, num_speculative_tokens),
+        **_summary(answers),
         "by_category": {
-            category: _summary([a for a in answers if a.prompt.category == category], num_speculative_tokens)
-            for category in categories
+            category: _summary([a for a in answers if a.prompt.category == category]) for category in categories
         },
     }
 
 
-def _summary(answers: list[Answer], num_speculative_tokens: int) -> dict[str, float]:
-    acceptance, speed = Acceptance(num_speculative_tokens), Speed()
-    batches: dict[tuple[str, int], int] = defaultdict(int)
+def _summary(answers: Sequence[Answer]) -> dict[str, float]:
+    acceptance = count_steps(answers, answers[0].setting.num_speculative_tokens)
+    # a batch's seconds are shared by its answers, so that categories of one batch add up
+    together: dict[tuple[str, int], int] = defaultdict(int)
     for answer in answers:
-        batches[answer.arm, answer.batch] += 1
-        for step in answer.steps:
-            acceptance.add(step.accepted, step.emitted)
+        together[answer.arm, answer.batch] += 1
+    tokens, seconds = dict.fromkeys(ARMS, 0), dict.fromkeys(ARMS, 0.0)
     for answer in answers:
-        # a batch's seconds are shared by its answers, so that categories of one batch add up
-        share = answer.seconds / max(batches[answer.arm, answer.batch], 1)
-        if answer.arm == "plain":
-            speed.tokens_plain += len(answer.output_ids)
-            speed.seconds_plain += share
-        else:
-            speed.tokens_draft += len(answer.output_ids)
-            speed.seconds_draft += share
-    prompts = {answer.prompt.prompt_id for answer in answers}
-    return {**acceptance.metrics(), **speed.metrics(), "num_prompts": len(prompts)}
+        tokens[answer.arm] += len(answer.output_ids)
+        seconds[answer.arm] += answer.seconds / together[answer.arm, answer.batch]
+    rates = {arm: tokens[arm] / max(seconds[arm], 1e-9) for arm in ARMS}
+    return {
+        **acceptance.metrics(),
+        **length_interval(answers),
+        **{f"tokens_per_second_{arm}": rates[arm] for arm in ARMS},
+        "speedup": rates["draft"] / rates["plain"] if rates["plain"] else 0.0,
+        "num_prompts": len({answer.prompt.prompt_id for answer in answers}),
+    }
 
 
-def pairs(answers: list[Answer]) -> list[tuple[Answer, Answer]]:
-    """(plain, draft) answers of each prompt."""
-    found = {(answer.arm, answer.prompt.prompt_id): answer for answer in answers}
+def length_interval(answers: Iterable[Answer]) -> dict[str, float]:
+    """Both ends of the acceptance length's confidence interval; nothing where there are too few prompts."""
+    drafted = [answer for answer in answers if answer.steps]
+    emitted = np.array([sum(step.emitted for step in answer.steps) for answer in drafted], float)
+    interval = ratio_interval(emitted, np.array([len(answer.steps) for answer in drafted], float))
+    return {} if interval is None else {"acceptance_length_low": interval.low, "acceptance_length_high": interval.high}
+
+
+def pairs(answers: Iterable[Answer]) -> list[tuple[Answer, Answer]]:
+    """(plain, draft) answers of each prompt and setting."""
+    found = {(answer.arm, answer.setting, answer.prompt.prompt_id): answer for answer in answers}
     return [
-        (found["plain", name], found["draft", name])
-        for arm, name in found
-        if arm == "plain" and ("draft", name) in found
+        (answer, found["draft", setting, name])
+        for (arm, setting, name), answer in found.items()
+        if arm == "plain" and ("draft", setting, name) in found
     ]
 
 
-def identical(answers: list[Answer]) -> dict[str, float]:
-    """Share of prompts whose two answers are token for token equal, and the mean share of an answer before the first
-    difference. Below 1 is expected in bfloat16: near-ties of the verifier fall differently when it judges several
-    tokens at once."""
+def identical(answers: Iterable[Answer]) -> dict[str, float]:
+    """Share of prompts whose two answers are token for token equal, the mean share of an answer before the first
+    difference, and the earliest one's place. A share below 1 is expected in bfloat16: near-ties of the verifier fall
+    differently when it judges several tokens at once."""
     both = pairs(answers)
     places = [first_difference(plain.output_ids, draft.output_ids) for plain, draft in both]
     kept = [
         1.0 if place is None else place / max(len(plain.output_ids), 1)
         for place, (plain, _) in zip(places, both, strict=True)
     ]
+    differing = [place for place in places if place is not None]
     return {
         "share": mean(place is None for place in places) if places else 0.0,
         "shared_prefix": mean(kept) if kept else 0.0,
         "compared": len(places),
+        **({"first_difference": min(differing)} if differing else {}),
     }
+
+
+def finishes(answers: Iterable[Answer]) -> dict[str, float]:
+    """Lengths and ends of both arms' answers, which a draft must not change (but for near-ties)."""
+    found: dict[str, float] = {}
+    listed = list(answers)
+    for arm in ARMS:
+        own = [answer for answer in listed if answer.arm == arm]
+        if own:
+            found[f"mean_tokens_{arm}"] = mean(len(answer.output_ids) for answer in own)
+            found[f"stopped_{arm}"] = mean(answer.finish_reason == "stop" for answer in own)
+    return found

@@ -10,6 +10,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from eagle3.comparison import as_lines as comparison_lines
+from eagle3.comparison import compare as compare_sides
+from eagle3.comparison import data_that_differ, find_side, settings_that_differ
 from eagle3.console import guarded, say
 from eagle3.estimate import as_json, as_lines, estimate_run
 from eagle3.housekeeping import SHARED, freed, no_stage_running, remove, survey, table
@@ -17,13 +20,17 @@ from eagle3.pager import Color, print_paged, wants_color
 from eagle3.params import Params, load_params
 from eagle3.probe import probe_rates
 from eagle3.remote_check import verify_remote
+from eagle3.report.build import project_report
+from eagle3.report.page import render
 from eagle3.sample_view import View, Words, matching_samples, one_sample, show_sample
 from eagle3.serving.engine import GIB, LATENT_ON_CPU, has_latent_attention, runs_on_cpu
+from eagle3.serving.speculative import settings
 from eagle3.tables import count_parts
 from eagle3.tracked import open_tracked
 from eagle3.verification import IDENTITY, Fault, verify_places
 from eagle3.verifier import load_tokenizer, locate_verifier, read_identity
 from eagle3.workload import PROMPTS_OUT, Asked
+from eagle3.workstore import write_file
 
 METRICS = Path("data/metrics")
 DRAFT = Path("data/draft")
@@ -93,6 +100,46 @@ def inspect(
         say(f"{tokens} was written by {writer}, but {params_path} names {named}, whose tokenizer reads it here")
     view = View(Words(load_tokenizer(params.verifier)), wants_color(color), ids, whole)
     print_paged(show_sample(number, total, sample, view) for number, sample in islice(samples, first))
+
+
+@app.command()
+@guarded
+def compare(
+    sides: Annotated[
+        list[str],
+        typer.Argument(metavar="A B [C]...", help="Folders, revisions or experiments; . is this project."),
+    ],
+    as_data: Annotated[bool, typer.Option("--json", help="For programs: one JSON object.")] = False,
+) -> None:
+    """Is B better than A? Acceptance on the same prompts, with 95 % intervals (paired bootstrap) and a verdict for
+    each category; and which params and which data differ."""
+    if len(sides) < 2:
+        raise ValueError("two sides at least, such as: eagle3 compare main my-experiment")
+    found = [find_side(name) for name in sides]
+    differences = compare_sides(found)
+    if as_data:
+        told = {"differences": [difference.row() for difference in differences]}
+        typer.echo(json.dumps({**told, "params": settings_that_differ(found), "data": data_that_differ(found)}))
+        return
+    typer.echo("\n".join(comparison_lines(found, differences)))
+
+
+@app.command()
+@guarded
+def report(
+    out: Annotated[Path, typer.Option(help="Where the page goes.")] = Path("report.html"),
+    against: Annotated[
+        list[str] | None, typer.Option(help="Compare with this folder, revision or experiment; may be repeated.")
+    ] = None,
+    params_path: ParamsPath = Path("params.yaml"),
+) -> None:
+    """Write one page without network about the last evaluation: speed, where the draft wins and loses, training, data,
+    lineage, and every answer token by token. (data/evaluation/report.html is the same without training and data.)"""
+    params = load_params(params_path)
+    sides = [find_side(name) for name in [".", *(against or [])]]
+    differences = [difference.row() for difference in compare_sides(sides)]
+    write_file(out, render(project_report(Path(), params, differences)).encode())
+    typer.echo(str(out))
 
 
 @app.command()
@@ -240,6 +287,7 @@ def _written_by(tokens: Path) -> str | None:
 def summary_lines(made: dict[str, Any], params: Params) -> list[str]:
     """The summary as lines; numbers come from the metric files alone."""
     tokens, states, train, evaluate = made["reconstruct_tokens"], made["extract"], made["train"], made["evaluate"]
+    first = settings(params.evaluate)[0]
     speed = f"{evaluate['tokens_per_second_draft']:.0f} against {evaluate['tokens_per_second_plain']:.0f} tokens/s"
     rows = {
         "verifier": params.verifier.model,
@@ -249,8 +297,8 @@ def summary_lines(made: dict[str, Any], params: Params) -> list[str]:
         "training": f"{train['steps']:,} steps, draft vocabulary {train['draft_vocab_size']:,}, "
         f"promised acceptance length {train['expected_acceptance_length']:.2f}",
         "acceptance length": f"{evaluate['acceptance_length']:.2f} at "
-        f"{params.evaluate.num_speculative_tokens} speculative tokens, on {evaluate['num_prompts']} held-out prompts",
-        "speed-up": f"{evaluate['speedup']:.2f}x at batch size {params.evaluate.batch_size} ({speed})",
+        f"{first.num_speculative_tokens} speculative tokens, on {evaluate['num_prompts']} held-out prompts",
+        "speed-up": f"{evaluate['speedup']:.2f}x at batch size {first.batch_size} ({speed})",
         "draft": str(DRAFT),
     }
     return [f"{name + ':':20}{text}" for name, text in rows.items()]
@@ -263,7 +311,7 @@ def serve_command(params: Params, verifier: Path) -> str:
     speculative = {
         "method": "eagle3",
         "model": str(DRAFT),
-        "num_speculative_tokens": params.evaluate.num_speculative_tokens,
+        "num_speculative_tokens": settings(params.evaluate)[0].num_speculative_tokens,
     }
     words = [str(python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python)]
     words += ["-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", "8000"]

@@ -71,6 +71,8 @@ class PromptsParams(Section):
     deduplicate: bool
     validation_share: Share
     evaluation_share: Share
+    contamination_words: Positive
+    contamination_share: Annotated[float, Field(gt=0, le=1)]
     seed: int
     max_rejected_share: Share
 
@@ -173,12 +175,14 @@ class TrainParams(Section):
 class EvaluateParams(Section):
     num_prompts: Positive
     max_new_tokens: Positive
-    num_speculative_tokens: Positive
-    batch_size: Positive
+    num_speculative_tokens: Positive | Annotated[list[Positive], Field(min_length=1)]
+    batch_size: Positive | Annotated[list[Positive], Field(min_length=1)]
     temperature: Annotated[float, Field(ge=0)]
     seed: int
     side_by_side: bool
     lossless_prompts: Count
+    estimate_prompts: Count
+    viewer_answers: Count
 
 
 class Params(Section):

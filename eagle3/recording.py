@@ -83,15 +83,15 @@ class Recording:
 Recorded = tuple[dict[str, ShardFacts], float]  # facts by key, and tokens per second without the engines' start
 
 
-def record(store: ShardStore, shards: Iterator[OpenShard], total: int, recording: Recording) -> Recorded:
-    """Record shards with one engine. total: tokens of all."""
+def record(store: ShardStore, shards: Iterator[OpenShard], total: int, recording: Recording, stage: str) -> Recorded:
+    """Record shards with one engine. total: tokens of all. stage: for messages and the name of the log."""
     folder = locate_verifier(recording.verifier)
     head = load_head(folder)
     facts: dict[str, ShardFacts] = {}
-    say("extract: starting the engine")
+    say(f"{stage}: starting the engine")
     with (
-        recording.recorder(folder, work_root() / "logs" / "extract.log") as recorder,
-        Progress("extract", total, "tokens") as progress,
+        recording.recorder(folder, work_root() / "logs" / f"{stage}.log") as recorder,
+        Progress(stage, total, "tokens") as progress,
     ):
         started = time.monotonic()
 

@@ -22,6 +22,19 @@ PROMPTS = pa.schema(
     ]
 )
 
+#: data/prompts/contamination.parquet: training prompts that hold much of an evaluation prompt.
+CONTAMINATION = pa.schema(
+    [
+        ("prompt_id", pa.string()),
+        ("split", pa.string()),  # train | validation
+        ("source", pa.string()),
+        ("evaluation_prompt_id", pa.string()),
+        ("share", pa.float64()),  # of the evaluation prompt's runs of words that this prompt has too
+        ("text", pa.string()),  # the beginning of either
+        ("evaluation_text", pa.string()),
+    ]
+)
+
 #: data/responses/part-*.parquet: one row per answered prompt, in prompt order.
 RESPONSES = pa.schema(
     [
@@ -129,6 +142,8 @@ STEPS = pa.schema(
     [
         ("prompt_id", pa.string()),
         ("category", pa.string()),
+        ("num_speculative_tokens", pa.int32()),  # most that the draft proposes; the setting, with batch_size
+        ("batch_size", pa.int32()),  # prompts decoded at a time
         ("position", pa.int32()),  # output tokens that stood before this step
         ("drafted", pa.list_(pa.int32())),  # what the draft proposed, in verifier ids
         ("accepted", pa.int32()),  # how many of them the verifier accepted
@@ -136,16 +151,46 @@ STEPS = pa.schema(
     ]
 )
 
-#: data/evaluation/answers.parquet: one row per evaluated prompt and arm.
+#: data/evaluation/answers.parquet: one row per evaluated prompt, setting and arm.
 ANSWERS = pa.schema(
     [
         ("prompt_id", pa.string()),
         ("category", pa.string()),
+        ("source", pa.string()),
+        ("num_speculative_tokens", pa.int32()),  # of the setting, in the plain arm too
+        ("batch_size", pa.int32()),
         ("arm", pa.string()),  # plain | draft
-        ("prompt_tokens", pa.int32()),
+        ("prompt_token_ids", pa.list_(pa.int32())),
         ("output_token_ids", pa.list_(pa.int32())),
+        ("finish_reason", pa.string()),  # stop | length
         ("seconds", pa.float64()),  # of the batch that the prompt was decoded in
         ("batch", pa.int32()),  # prompts of one batch share its number and its seconds
+    ]
+)
+
+#: data/evaluation/forwards.parquet: one row per step of an engine.
+FORWARDS = pa.schema(
+    [
+        ("num_speculative_tokens", pa.int32()),
+        ("batch_size", pa.int32()),
+        ("arm", pa.string()),
+        ("seconds", pa.float64()),
+        ("requests", pa.int32()),  # how many it computed
+        ("tokens", pa.int32()),  # of all of them: a prompt's, or one and the drafted ones of each request
+    ]
+)
+
+#: data/evaluation/breakdown.parquet: acceptance of the first setting, by what a step or a judged token belongs to.
+BREAKDOWN = pa.schema(
+    [
+        ("counts", pa.string()),  # step: value is the acceptance length | token: value is the acceptance rate
+        ("dimension", pa.string()),  # such as category or token class
+        ("group", pa.string()),
+        ("value", pa.float64()),
+        ("low", pa.float64()),  # ends of the confidence interval by bootstrap over prompts; null = too few prompts
+        ("high", pa.float64()),
+        ("counted", pa.int64()),  # steps or judged tokens
+        ("prompts", pa.int64()),
     ]
 )
 

@@ -48,7 +48,7 @@ def extract(tokens: Path, verifier: Path, hidden_states: Path, metrics: Path, pa
         if missing and params.extract.executor == "local" and params.extract.workers == 1:
             shards = missing_shards(store, plan, set(missing), table, identity, params.extract)
             total = sum(shard.tokens for shard in missing.values())
-            new_facts, tokens_per_second = record(store, shards, total, recording)
+            new_facts, tokens_per_second = record(store, shards, total, recording, "extract")
             facts.update(new_facts)
         elif missing:
             new_facts, tokens_per_second = record_with_crew(store, list(missing.values()), table, recording)

@@ -237,6 +237,8 @@ def test_an_error_in_one_process_ends_all(run: Run, tmp_path: Path, uneven: Path
     assert "sample silent-1 has states that are not finite" in said
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("sharding", "epochs"), [("none", 16), ("fsdp", 8)])  # the steps of the latter take longer
 def test_killed_interrupted_and_gone_on(run: Run, monkeypatch: pytest.MonkeyPatch, sharding: str, epochs: int) -> None:
     """A worker is killed, then the stage, then both are interrupted: each time all end, and the next run goes on,
@@ -277,6 +279,8 @@ def test_killed_interrupted_and_gone_on(run: Run, monkeypatch: pytest.MonkeyPatc
     whole.same_bits_as(run)
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_second_interruption_waits_for_nobody(run: Run) -> None:
     run.write_params(TOGETHER | {"epochs": 400})
     stage = Stage(run)
@@ -291,6 +295,8 @@ def test_a_second_interruption_waits_for_nobody(run: Run) -> None:
     gone(workers, 5)
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_others_go_on_with_the_same_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two with shards, then two without, then one alone, and what it makes is what one alone makes from the start."""
     changes = {"epochs": 12, "freeze_lm_head": False}
@@ -307,6 +313,7 @@ def test_others_go_on_with_the_same_run(run: Run, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_machines_join_by_torchrun(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two torchruns of the user's, in a network of their own: they share the data, and neither outs nor work store."""
     single = Undisturbed(run, monkeypatch, nproc=1)

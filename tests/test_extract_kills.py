@@ -32,7 +32,7 @@ from tests.stage_runs import wait_until
 from tests.test_extract import FAKE, Run
 from tests.token_tables import write_params
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
 KILLS, DVC_KILLS = 15, 2
 REAL_ENGINE = '"eagle3.serving.connector:run_engine"'

@@ -14,7 +14,7 @@ from eagle3.digests import digest
 from tests.faulty_server import KINDS, REASONS
 from tests.stage_runs import ServerProcess, Stage, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
 ROWS, CONCURRENCY = 20_000, 200
 ONCE, ALWAYS = 60, 4  # rows of each kind

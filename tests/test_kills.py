@@ -21,7 +21,7 @@ from eagle3 import schemas
 from eagle3.tables import read_parts
 from tests.stage_runs import ServerProcess, Stage, settings, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
 KILLS = 10
 CONCURRENCY = 16

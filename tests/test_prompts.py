@@ -212,7 +212,7 @@ def test_p06_an_output_folder_without_extension_and_the_starter_beside(tmp_path:
     (tmp_path / "out" / "starter.jsonl").write_text("mine")
     result = run_stage(tmp_path, write(*GOOD))
     assert result.returncode == 0, result.stderr
-    names = {"starter.jsonl", "rejected.parquet", *(f"{split}.parquet" for split in SPLITS)}
+    names = {"starter.jsonl", "rejected.parquet", "contamination.parquet", *(f"{split}.parquet" for split in SPLITS)}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
     assert (tmp_path / "out" / "starter.jsonl").read_text() == "mine"
     metrics = json.loads((tmp_path / "metrics.json").read_text())

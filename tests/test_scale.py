@@ -2,11 +2,15 @@
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks.scale import measure
 from eagle3.schemas import STATES
 from eagle3.tables import read_columns
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_memory_and_files_do_not_grow_with_the_samples(tmp_path: Path) -> None:
     small, large = (measure(tmp_path / str(samples), samples) for samples in (2_000, 20_000))
     assert read_columns(tmp_path / "20000" / "hidden_states" / "index.parquet", STATES).num_rows == 20_000

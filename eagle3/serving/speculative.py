@@ -1,15 +1,15 @@
 """Decode prompts in vLLM with and without a draft, step by step.
 
 Each arm is an engine in a process of its own. Side by side, the two arms take every batch in turn, in alternating
-order, so that a machine that slows down slows down both.
+order, so that a machine that slows down slows down both. The plain engine stays while drafts of other numbers of
+speculative tokens, which need engines of their own, come and go beside it.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from eagle3.acceptance import ARMS, Answer, Prompt, Step
+from eagle3.acceptance import Answer, Decoded, Forward, Prompt, Setting, Step
 from eagle3.digests import derived_seed
 from eagle3.params import EngineParams, EvaluateParams, VerifierParams
 from eagle3.serving.engine import engine_arguments, in_process_environment
@@ -30,6 +30,7 @@ class Decoder:
         draft: Path | None,
         num_speculative_tokens: int,
     ):
+        """num_speculative_tokens: without a draft it means nothing."""
         self.arm = "plain" if draft is None else "draft"
         arguments = engine_arguments(verifier, engine, folder, draft)
         if draft is not None:
@@ -62,14 +63,15 @@ class Decoder:
             self._process.stop()
             raise
 
-    def decode(self, prompts: list[Prompt], sampling: list[dict[str, Any]], batch: int) -> list[Answer]:
+    def decode(self, prompts: list[Prompt], sampling: list[dict[str, Any]], setting: Setting, batch: int) -> Decoded:
         """Decode one batch. Raises ValueError naming the log when the engine fails."""
         self._process.send(([prompt.ids for prompt in prompts], sampling), BATCH_TIMEOUT_S)
-        seconds, outputs, steps = self._process.receive(BATCH_TIMEOUT_S)
-        return [
-            Answer(prompt, self.arm, batch, output, seconds, [Step(*fields[1:]) for fields in own])
-            for prompt, output, own in zip(prompts, outputs, steps, strict=True)
+        told = self._process.receive(BATCH_TIMEOUT_S)
+        answers = [
+            Answer(prompt, setting, self.arm, batch, ids, ended, told["seconds"], [Step(*fields[1:]) for fields in own])
+            for prompt, (ids, ended), own in zip(prompts, told["outputs"], told["steps"], strict=True)
         ]
+        return Decoded(setting, self.arm, answers, [Forward(*f) for f in told["forwards"]], told["counters"])
 
 
 def sampling_fields(own: EvaluateParams, prompt: Prompt, room: int) -> dict[str, Any]:
@@ -88,30 +90,61 @@ def sampling_fields(own: EvaluateParams, prompt: Prompt, room: int) -> dict[str,
     }
 
 
-def decode_pairs(
-    prompts: list[Prompt], make: Callable[[str], Decoder], own: EvaluateParams, max_model_len: int
-) -> Iterator[list[Answer]]:
-    """Answers of both arms, batch by batch; the first batch is decoded once more before, to warm both arms up."""
-    batches = [prompts[i : i + own.batch_size] for i in range(0, len(prompts), own.batch_size)]
+def settings(own: EvaluateParams) -> list[Setting]:
+    """Everything that is asked for; the first one is what is reported."""
+    return [Setting(tokens, size) for tokens in listed(own.num_speculative_tokens) for size in listed(own.batch_size)]
 
-    def run(decoder: Decoder, number: int) -> list[Answer]:
-        fields = [sampling_fields(own, prompt, max_model_len - len(prompt.ids)) for prompt in batches[number]]
-        return decoder.decode(batches[number], fields, number)
+
+def listed(value: int | list[int]) -> list[int]:
+    """A setting that may be a number or a list of them, each once, in order."""
+    return list(dict.fromkeys(value)) if isinstance(value, list) else [value]
+
+
+def decode_settings(
+    prompts: list[Prompt], make: Callable[[int], Decoder], own: EvaluateParams, max_model_len: int
+) -> Iterator[Decoded]:
+    """What both arms make of every batch in every setting. make: a decoder with so many speculative tokens; 0 = plain.
+
+    Before it counts, each arm decodes the first batch of a setting once more, to warm up. One engine after the other
+    (own.side_by_side false), the plain arm decodes once for each batch size, under the first number of tokens.
+    """
+    asked = settings(own)
+    numbers, sizes = listed(own.num_speculative_tokens), listed(own.batch_size)
+
+    def run(decoder: Decoder, setting: Setting, number: int) -> Decoded:
+        batch = prompts[number * setting.batch_size : (number + 1) * setting.batch_size]
+        fields = [sampling_fields(own, prompt, max_model_len - len(prompt.ids)) for prompt in batch]
+        return decoder.decode(batch, fields, setting, number)
+
+    def alone(tokens: int, these: list[Setting]) -> Iterator[Decoded]:
+        with make(tokens) as decoder:
+            decoder.wait_until_ready()
+            for setting in these:
+                run(decoder, setting, 0)
+                for number in range(-(-len(prompts) // setting.batch_size)):
+                    yield run(decoder, setting, number)
 
     if not own.side_by_side:
-        for arm in ARMS:
-            with make(arm) as decoder:
-                decoder.wait_until_ready()
-                run(decoder, 0)
-                for number in range(len(batches)):
-                    yield run(decoder, number)
+        yield from alone(0, [Setting(numbers[0], size) for size in sizes])
+        for tokens in numbers:
+            yield from alone(tokens, [setting for setting in asked if setting.num_speculative_tokens == tokens])
         return
-    with ExitStack() as stack:
-        decoders = [stack.enter_context(make(arm)) for arm in ARMS]
-        for decoder in decoders:
-            decoder.wait_until_ready()
-        for decoder in decoders:
-            run(decoder, 0)
-        for number in range(len(batches)):
-            for decoder in decoders if number % 2 == 0 else reversed(decoders):
-                yield run(decoder, number)
+    with make(0) as plain:
+        for tokens in numbers:
+            with make(tokens) as draft:
+                arms = plain, draft
+                for decoder in arms if tokens == numbers[0] else (draft,):
+                    decoder.wait_until_ready()
+                for setting in (setting for setting in asked if setting.num_speculative_tokens == tokens):
+                    for decoder in arms:
+                        run(decoder, setting, 0)
+                    for number in range(-(-len(prompts) // setting.batch_size)):
+                        for decoder in arms if number % 2 == 0 else reversed(arms):
+                            yield run(decoder, setting, number)
+
+
+def answers_to_decode(prompts: list[Prompt], own: EvaluateParams) -> int:
+    """How many answers `decode_settings` yields in all, for a progress bar."""
+    asked = len(settings(own))
+    plain = asked if own.side_by_side else len(listed(own.batch_size))
+    return len(prompts) * (asked + plain)

@@ -18,7 +18,7 @@ import pytest
 from benchmarks.project import ROOT, Project
 from eagle3.params import load_params
 from eagle3.serving.server import free_port
-from eagle3.serving.speculative import Decoder, sampling_fields
+from eagle3.serving.speculative import Decoder, sampling_fields, settings
 from eagle3.verifier import locate_verifier, read_identity
 from stages.evaluate import choose, in_float32
 from tests.draft_parity import equal_drafts
@@ -72,11 +72,16 @@ def test_vllm_drafts_what_the_trained_draft_proposes(project: Project, monkeypat
     monkeypatch.setenv("EAGLE3_WORK_DIR", str(project.folder / ".work"))
     params = in_float32(load_params(project.folder / "params.yaml"))
     draft, folder = project.folder / "data/draft", locate_verifier(params.verifier)
-    steps = params.evaluate.num_speculative_tokens
+    setting = settings(params.evaluate)[0]
+    steps = setting.num_speculative_tokens
     chosen = choose(project.folder / "data/prompts/evaluation.parquet", params)
     with Decoder(params.verifier, params.engine, folder, draft, steps) as decoder:
         decoder.wait_until_ready()
-        answers = [decoder.decode([p], [sampling_fields(params.evaluate, p, 32)], 0)[0] for p in chosen]
+        sampling = [[sampling_fields(params.evaluate, prompt, 32)] for prompt in chosen]
+        answers = [
+            decoder.decode([prompt], fields, setting, 0).answers[0]
+            for prompt, fields in zip(chosen, sampling, strict=True)
+        ]
     layers = read_identity(project.folder / "data/verifier.json").aux_layer_ids
     same = equal_drafts(folder, draft, answers, layers, steps)
     assert same[0][1] > 50

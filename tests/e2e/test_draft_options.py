@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from eagle3.acceptance import Setting
 from eagle3.serving.speculative import Decoder, sampling_fields
 from eagle3.verifier import identify_verifier
 from tests.draft_data import verifier_params
@@ -35,7 +36,8 @@ def test_vllm_drafts_what_our_own_draft_proposes(request: pytest.FixtureRequest,
     verifier = verifier_params(folder, aux_layer_ids)
     with Decoder(verifier, ENGINE, folder, draft, STEPS) as decoder:
         decoder.wait_until_ready()
-        answers = decoder.decode(asked, [sampling_fields(own, prompt, 100) for prompt in asked], 0)
+        sampling = [sampling_fields(own, prompt, 100) for prompt in asked]
+        answers = decoder.decode(asked, sampling, Setting(STEPS, len(asked)), 0).answers
     layers = identify_verifier(verifier, DEFAULT.reasoning).aux_layer_ids
     same = equal_drafts(folder, draft, answers, layers, STEPS)
     assert same[0][1] > 50

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from eagle3.acceptance import Setting
 from eagle3.serving.speculative import Decoder, sampling_fields
 from stages.extract import extract
 from tests.draft_data import verifier_params
@@ -67,7 +68,8 @@ def test_x09_a_plain_draft_does_not_inherit_the_quantisation(quantised: Path, tm
     asked = prompts(quantised, 8)
     with Decoder(verifier_params(quantised), ENGINE, quantised, draft, STEPS) as decoder:
         decoder.wait_until_ready()
-        answers = decoder.decode(asked, [sampling_fields(own, prompt, 100) for prompt in asked], 0)
+        sampling = [sampling_fields(own, prompt, 100) for prompt in asked]
+        answers = decoder.decode(asked, sampling, Setting(STEPS, len(asked)), 0).answers
     steps = [step for answer in answers for step in answer.steps]
     assert len(steps) > 50
     assert sum(step.accepted for step in steps) > 0
