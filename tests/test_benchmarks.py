@@ -139,19 +139,21 @@ def test_the_peer_cuts_the_samples_where_ours_are_cut() -> None:
             assert 0 < ratio < 1 and int((train + validation) * ratio) == train
 
 
-def test_the_interval_of_a_ratio_is_over_the_prompts() -> None:
-    one = {"a": (30, 10), "b": (20, 10), "c": (20, 20)}
-    assert draft_quality.ratio_interval(one, one) == (1.0, 1.0)
-    double = {prompt: (2 * emitted, number) for prompt, (emitted, number) in one.items()}
-    assert draft_quality.ratio_interval(double, one) == (2.0, 2.0)
-    uneven = {"a": (30, 10), "b": (40, 10), "c": (20, 20)}
-    low, high = draft_quality.ratio_interval(uneven, one)
-    assert low == 1.0 and high == 2.0  # of three prompts, none or all may be the second one
-    assert draft_quality.ratio_interval({"a": (30, 10), "z": (9, 1)}, one) == (1.0, 1.0)
+def test_drafts_are_compared_question_by_question() -> None:
+    one = {"a": [30, 10], "b": [20, 10], "c": [20, 20], "d": [10, 8]}
+    assert draft_quality.difference_interval(one, dict(reversed(one.items()))) == [0.0, 0.0]
+    faster = {prompt: [emitted + steps, steps] for prompt, (emitted, steps) in one.items()}
+    assert draft_quality.difference_interval(faster, one) == [1.0, 1.0]
+    uneven = one | {"b": [40, 10]}
+    low, high = draft_quality.difference_interval(uneven, one) or (0.0, 0.0)
+    assert low == 0.0 and high > 0.5  # of four questions, none or most may be the one that differs
+    assert draft_quality.difference_interval({"a": [30, 10], "b": [20, 10]}, one) is None
 
 
 @pytest.mark.parametrize(("length", "promised"), [(1.0, 1.9), (1.4, 1.9), (1.2, 1.0)])
 def test_a_draft_that_is_not_served_as_it_was_trained_is_an_error(length: float, promised: float) -> None:
-    draft_quality.check_served({"acceptance_length": 1.5, "expected_acceptance_length": 1.9})
+    served = {"metrics": {"acceptance_length": 1.5, "num_drafts": 7}, "by_prompt": {}}
+    found = draft_quality.summary(served, 1.9, 12, 3.0)
+    assert found == served["metrics"] | {"expected_acceptance_length": 1.9, "steps": 12, "seconds": 3.0}
     with pytest.raises(SystemExit, match="not served"):
-        draft_quality.check_served({"acceptance_length": length, "expected_acceptance_length": promised})
+        draft_quality.summary({"metrics": {"acceptance_length": length}}, promised, 12, 3.0)
