@@ -43,14 +43,8 @@ from eagle3.serving.engine import in_process_environment
 from eagle3.serving.process import EngineProcess, signal_group
 from eagle3.serving.recorder import StateRecorder, recording_arguments
 from eagle3.tables import Account, Row, read_parts
-from eagle3.verifier import (
-    HeadWeights,
-    VerifierIdentity,
-    identify_verifier,
-    load_head,
-    locate_verifier,
-    read_identity,
-)
+from eagle3.verifier import VerifierIdentity, identify_verifier, locate_verifier, read_identity
+from eagle3.verifier_head import HeadWeights, load_head
 from tests.tiny_kimi import ORDINARY, build_tiny_kimi
 from tests.token_tables import token_row, write_tokens
 

@@ -1,8 +1,6 @@
 """The `eagle3` command: what the pipeline made, whether it is whole, what it takes of the disk, how to serve it."""
 
 import json
-import shlex
-import sys
 import time
 from itertools import islice
 from pathlib import Path
@@ -10,21 +8,35 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from eagle3.card import usual_tokens
 from eagle3.comparison import as_lines as comparison_lines
 from eagle3.comparison import compare as compare_sides
 from eagle3.comparison import data_that_differ, find_side, settings_that_differ
-from eagle3.console import guarded, say
+from eagle3.console import guarded, say, visible
+from eagle3.doctor import examine
 from eagle3.estimate import as_json, as_lines, estimate_run
+from eagle3.findings import conclusion
 from eagle3.housekeeping import SHARED, freed, no_stage_running, remove, survey, table
+from eagle3.lineage import check_draft, read_lineage
+from eagle3.lineage_view import ask_lineage
+from eagle3.new_project import Wanted, start_project, usable_gpus, what_was_made
 from eagle3.pager import Color, print_paged, wants_color
 from eagle3.params import Params, load_params
+from eagle3.params_text import parse_setting
 from eagle3.probe import probe_rates
 from eagle3.remote_check import verify_remote
 from eagle3.report.build import project_report
 from eagle3.report.page import render
 from eagle3.sample_view import View, Words, matching_samples, one_sample, show_sample
-from eagle3.serving.engine import GIB, LATENT_ON_CPU, has_latent_attention, runs_on_cpu
+from eagle3.serving.serve import (
+    choose_num_speculative_tokens,
+    choose_port,
+    printable,
+    serve_words,
+)
+from eagle3.serving.serve import serve as serve_forever
 from eagle3.serving.speculative import settings
+from eagle3.sharing import DRAFT, Form, evaluation_of, export_shared, full_card, import_checkpoint
 from eagle3.tables import count_parts
 from eagle3.tracked import open_tracked
 from eagle3.verification import IDENTITY, Fault, verify_places
@@ -33,7 +45,6 @@ from eagle3.workload import PROMPTS_OUT, Asked
 from eagle3.workstore import write_file
 
 METRICS = Path("data/metrics")
-DRAFT = Path("data/draft")
 TOKENS = Path("data/tokens")
 
 ParamsPath = Annotated[Path, typer.Option("--params", help="The settings of the run.")]
@@ -56,6 +67,54 @@ OlderThan = Annotated[float, typer.Option(min=0, metavar="DAYS", help="What was 
 
 @app.command()
 @guarded
+def init(
+    folder: Annotated[Path, typer.Argument(help="A new or empty folder.")],
+    verifier: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL", help="A local directory, a hub id or a bundled one; without it that of the demo."
+        ),
+    ] = None,
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE", help="JSONL or Parquet; may be given several times. Without it those of the demo."
+        ),
+    ] = None,
+    text_column: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Where the prompt is, if no messages or conversations are there.")
+    ] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="Branch, tag or commit of a hub id; it is pinned to the commit that it is now.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", "-S", metavar="KEY=VALUE", help="Any setting of params.yaml, e.g. train.epochs=3."),
+    ] = None,
+) -> None:
+    """Start a project around a verifier and prompts: dvc.yaml, params.yaml with what the verifier says of itself, git
+    and DVC. `dvc repro` then runs it."""
+    given = dict(map(parse_setting, settings or []))
+    made = start_project(folder, Wanted(verifier, revision, prompts or [], text_column, given), usable_gpus())
+    typer.echo("\n".join(what_was_made(made)))
+
+
+@app.command()
+@guarded
+def doctor(params_path: ParamsPath = Path("params.yaml")) -> None:
+    """Look whether everything is there that a run needs: environment, settings, disks, remote, verifier. Each finding
+    has a remedy; exit 1 if one would stop a run. Takes seconds and starts nothing."""
+    findings = []
+    for finding in examine(params_path):
+        findings.append(finding)
+        typer.echo("\n".join(finding.lines))
+    typer.echo(conclusion(findings))
+    if any(finding.level == "stops" for finding in findings):
+        raise typer.Exit(1)
+
+
+@app.command()
+@guarded
 def summary(params_path: ParamsPath = Path("params.yaml")) -> None:
     """Show what the last `dvc repro` made: rows, tokens, acceptance length, speed-up, and how to serve the draft."""
     params = load_params(params_path)
@@ -63,7 +122,7 @@ def summary(params_path: ParamsPath = Path("params.yaml")) -> None:
         name: _metrics(name) for name in ("prompts", "generate", "reconstruct_tokens", "extract", "train", "evaluate")
     }
     typer.echo("\n".join(summary_lines(made, params)))
-    typer.echo("\nServe the verifier with this draft:\n\n  " + serve_command(params, locate_verifier(params.verifier)))
+    typer.echo("\nServe the verifier with this draft (--print shows the command for vLLM):\n\n  eagle3 serve")
 
 
 @app.command()
@@ -238,6 +297,114 @@ def estimate(
         raise ValueError(" ".join(found.shortages))
 
 
+DraftFolder = Annotated[Path, typer.Argument(metavar="[DRAFT]", help="A draft's directory.")]
+TokensOption = Annotated[
+    int | None,
+    typer.Option(
+        "--num-speculative-tokens", min=1, help="Tokens drafted at a time; what `evaluate` found best unless given."
+    ),
+]
+
+
+@app.command()
+@guarded
+def lineage(
+    place: Annotated[
+        str,
+        typer.Argument(metavar="[PATH|REV]", help="A draft's or a project's directory, a git revision, an experiment."),
+    ] = str(DRAFT),
+    check: Annotated[
+        bool, typer.Option("--check", help="Read all that is here and compare; exit 1 if a link is broken.")
+    ] = False,
+    remote: Annotated[
+        bool, typer.Option("--remote", help="Are the objects that it names on DVC's default remote?")
+    ] = False,
+    as_data: Annotated[bool, typer.Option("--json", help="For programs: one JSON object.")] = False,
+) -> None:
+    """Where a draft comes from: the chain of digests from its weights back to the prompts, as lineage.json has it."""
+    if place == str(DRAFT) and not DRAFT.exists():
+        raise ValueError(
+            f"{DRAFT} is not there yet; `dvc repro` makes it, `dvc pull {DRAFT}` brings one that was pushed"
+        )
+    told, holds = ask_lineage(place, check, remote, as_data)
+    typer.echo(told)
+    if not holds:
+        raise typer.Exit(1)
+
+
+@app.command()
+@guarded
+def card(
+    draft: DraftFolder = DRAFT, tokens: TokensOption = None, params_path: ParamsPath = Path("params.yaml")
+) -> None:
+    """Print the model card of a draft with the numbers of `evaluate`, which come after its README.md is written."""
+    typer.echo(full_card(draft, _tokens_for(draft, tokens, params_path)), nl=False)
+
+
+@app.command()
+@guarded
+def export(
+    draft: Annotated[Path, typer.Argument(metavar="DRAFT", help="A draft's directory, such as data/draft.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new directory.")],
+    form: Annotated[Form, typer.Option("--format", help="plain: as vLLM and others serve it | speculators.")],
+    tokens: TokensOption = None,
+    params_path: ParamsPath = Path("params.yaml"),
+) -> None:
+    """Write a draft for others: weights, config.json, lineage and model card, in one of the two formats in use."""
+    export_shared(draft, out, form, _tokens_for(draft, tokens, params_path))
+    typer.echo(f"{out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
+
+
+@app.command("import")
+@guarded
+def import_(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="An EAGLE-3 checkpoint's directory.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new directory.")],
+    params_path: ParamsPath = Path("params.yaml"),
+) -> None:
+    """Read a checkpoint of either format and write it as `train` would: for `eagle3 serve`, `lineage` and `export`.
+
+    One that this pipeline exported keeps its lineage. Any other is taken for a draft of this project's verifier.
+    """
+    found = import_checkpoint(checkpoint, out, params_path, IDENTITY)
+    whose = "its own lineage" if found.imported is None else f"taken for a draft of {visible(found.verifier.name)}"
+    typer.echo(f"{out}: {', '.join(sorted(path.name for path in out.iterdir()))}; {whose}")
+
+
+@app.command()
+@guarded
+def serve(
+    further: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- VLLM_OPTION]...", help="More options for vLLM's server.")
+    ] = None,
+    draft: Annotated[Path, typer.Option(help="A draft's directory.")] = DRAFT,
+    tokens: TokensOption = None,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Of 127.0.0.1; one that is free unless given.")
+    ] = None,
+    only_print: Annotated[bool, typer.Option("--print", help="Only print the command.")] = False,
+    params_path: ParamsPath = Path("params.yaml"),
+) -> None:
+    """Serve the verifier of params.yaml with the draft, as it was evaluated, on this machine; Ctrl-C ends all of it."""
+    params = load_params(params_path)
+    check_draft(draft, read_identity(IDENTITY))
+    folder, number = locate_verifier(params.verifier), choose_port(port)
+    words = serve_words(params, folder, draft, _tokens_for(draft, tokens, params_path), number, further or [])
+    if only_print:
+        typer.echo(printable(words, params))
+    else:
+        serve_forever(params, folder, words, number)
+
+
+def _tokens_for(draft: Path, asked: int | None, params_path: Path) -> int:
+    """How many tokens to draft at a time. Outside a project: as many as the draft learnt to."""
+    if asked is not None:
+        return asked
+    if not params_path.is_file():
+        return usual_tokens(read_lineage(draft))
+    return choose_num_speculative_tokens(load_params(params_path), evaluation_of(draft))
+
+
 @work.command()
 @guarded
 def du(older_than: OlderThan = 7, params_path: ParamsPath = Path("params.yaml")) -> None:
@@ -302,32 +469,6 @@ def summary_lines(made: dict[str, Any], params: Params) -> list[str]:
         "draft": str(DRAFT),
     }
     return [f"{name + ':':20}{text}" for name, text in rows.items()]
-
-
-def serve_command(params: Params, verifier: Path) -> str:
-    """A shell command that serves the verifier with the draft on this machine, as it was evaluated."""
-    near = verifier.relative_to(Path.cwd()) if verifier.is_relative_to(Path.cwd()) else verifier
-    python = Path(sys.executable)
-    speculative = {
-        "method": "eagle3",
-        "model": str(DRAFT),
-        "num_speculative_tokens": settings(params.evaluate)[0].num_speculative_tokens,
-    }
-    words = [str(python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python)]
-    words += ["-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", "8000"]
-    words += ["--model", str(near), "--served-model-name", params.verifier.model.rpartition("/")[2]]
-    words += ["--dtype", params.verifier.dtype, "--max-model-len", str(params.verifier.max_model_len)]
-    if params.verifier.chat_template:
-        words += ["--chat-template", params.verifier.chat_template]
-    if params.engine.tensor_parallel_size > 1:
-        words += ["--tensor-parallel-size", str(params.engine.tensor_parallel_size)]
-    words += ["--trust-remote-code"] if params.verifier.trust_remote_code else []
-    words += ["--enforce-eager"] if params.engine.enforce_eager else []
-    if runs_on_cpu():  # else vLLM wants nearly all of the machine's memory for itself
-        words += ["--kv-cache-memory-bytes", str(int(params.engine.cpu_kv_cache_gib * GIB))]
-        if has_latent_attention(verifier, DRAFT):
-            words += ["--compilation-config", json.dumps(LATENT_ON_CPU)]
-    return shlex.join([*words, "--speculative-config", json.dumps(speculative)])
 
 
 def _metrics(stage: str) -> dict[str, Any]:

@@ -6,7 +6,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from tqdm import tqdm
@@ -77,6 +78,14 @@ class Progress:
             self._bar.close()
         else:
             self._line()
+
+
+@contextmanager
+def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    """Note under `name` how many seconds the block took."""
+    started = time.monotonic()
+    yield
+    seconds[name] = time.monotonic() - started
 
 
 def _clock(seconds: float) -> str:

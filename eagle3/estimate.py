@@ -30,7 +30,7 @@ from eagle3.shards import DTYPES, sample_bytes
 from eagle3.tables import INDEX, Account
 from eagle3.tracked import open_tracked
 from eagle3.verification import IDENTITY
-from eagle3.verifier import choose_aux_layers, locate_verifier, read_identity
+from eagle3.verifier import choose_aux_layers, is_hub_id, locate_verifier, read_identity
 from eagle3.workload import METRICS, TOKENS_OUT, Asked, Workload, measure_work, read_metrics
 from eagle3.workstore import work_root
 
@@ -146,7 +146,7 @@ def state_sizes(params: Params, asked: Asked) -> StateSizes:
 def _config_file(verifier: VerifierParams) -> Path:
     """config.json of the verifier; of a hub id that file alone is downloaded."""
     name = verifier.model
-    if name.startswith(("bundled:", ".", "/", "~")) or name.count("/") != 1 or Path(name).is_dir():
+    if not is_hub_id(name):
         return locate_verifier(verifier) / "config.json"
     try:
         return Path(hf_hub_download(name, "config.json", revision=verifier.revision))

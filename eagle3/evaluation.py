@@ -22,9 +22,10 @@ from eagle3.acceptance import (
     summarise,
 )
 from eagle3.breakdown import Breakdown, Words, nested
-from eagle3.params import EvaluateParams, GenerateParams, VerifierParams
+from eagle3.params import EngineParams, EvaluateParams, GenerateParams, VerifierParams
 from eagle3.reasoning import Pieces, ThinkingFinder
 from eagle3.schemas import ANSWERS, BREAKDOWN, FORWARDS, PROMPTS, STEPS
+from eagle3.serving.speculative import sampling_of
 from eagle3.speed import best_tokens, pair_speeds, step_seconds, worth_of_tokens
 from eagle3.tables import read_table, write_table
 from eagle3.verifier import VerifierIdentity, load_tokenizer, prompt_ids
@@ -61,6 +62,19 @@ def break_down(
         if answer.arm == "draft":
             found.add(answer)
     return list(found.rows())
+
+
+def write_run(path: Path, identity: VerifierIdentity, engine: EngineParams, own: EvaluateParams) -> None:
+    """What decoded, and how: a draft that is evaluated again under another version can be told apart by it."""
+    run = {
+        "engine": identity.engine,
+        "verifier_digest": identity.digest,
+        "dtype": identity.dtype,
+        "engine_params": engine.model_dump(),
+        "evaluate": own.model_dump(),
+        "sampling": sampling_of(own),
+    }
+    write_file(path, (json.dumps(run, indent=2) + "\n").encode())
 
 
 def write_evaluation(folder: Path, decoded: Sequence[Decoded], breakdown: list[Row]) -> None:

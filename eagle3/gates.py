@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from eagle3.shards import Sample, Shard
-from eagle3.verifier import HeadWeights
+from eagle3.verifier_head import HeadWeights
 
 Score = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 

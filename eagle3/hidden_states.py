@@ -26,7 +26,8 @@ from eagle3.schemas import REJECTED, SCHEMA_VERSION, STATES, TOKENS
 from eagle3.serving.recorder import Placement, StateRecorder, digest_ids
 from eagle3.shards import DTYPES, ShardLayout, begin_shard, open_shard, sample_bytes, shard_layout
 from eagle3.tables import INDEX, Account, PartRows, Row, new_folder, read_parts, write_table
-from eagle3.verifier import HeadWeights, VerifierIdentity
+from eagle3.verifier import VerifierIdentity
+from eagle3.verifier_head import HeadWeights
 from eagle3.workstore import link_or_copy, write_file
 
 MIB = 1 << 20

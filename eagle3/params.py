@@ -81,7 +81,7 @@ Temperature = Annotated[float, Field(ge=0)]
 
 
 class GenerateParams(Section):
-    responses: Literal["verifier", "reference"]
+    reference_share: Share
     endpoints: list[str]
     servers: Positive
     concurrency: Positive
@@ -200,12 +200,19 @@ class Params(Section):
 def load_params(path: Path) -> Params:
     """Read and validate params.yaml. Raises ValueError that names the file and every offending key."""
     try:
-        text = path.read_text(encoding="utf-8")
-        typed = YAML(typ="safe", pure=True).load(text)
-        spelled = YAML(typ="base", pure=True).load(text)
+        return parse_params(path.read_text(encoding="utf-8"), path)
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file; run from the project's top folder") from None
-    except (YAMLError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from None
+
+
+def parse_params(text: str, path: Path) -> Params:
+    """Validate the text of a params.yaml. path: what errors call it."""
+    try:
+        typed = YAML(typ="safe", pure=True).load(text)
+        spelled = YAML(typ="base", pure=True).load(text)
+    except YAMLError as error:
         raise ValueError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from None
     if any(isinstance(token, AnchorToken) for token in YAML(typ="safe", pure=True).scan(text)):
         raise ValueError(f"{path}: YAML anchors are not supported: `dvc exp run -S` changes only one of their places")

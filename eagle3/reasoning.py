@@ -224,6 +224,7 @@ PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 BYTE_LETTERS = {chr(byte): byte for byte in PRINTABLE} | {
     chr(0x100 + place): byte for place, byte in enumerate(sorted(set(range(256)).difference(PRINTABLE)))
 }
+BLANK = "\u2581"  # how SentencePiece writes a blank
 BYTE_NAME = re.compile(r"<0x([0-9A-F]{2})>")  # how SentencePiece writes a byte
 
 
@@ -241,6 +242,9 @@ class Pieces(dict[int, bytes]):
     def _spell(self, token: int) -> bytes:
         text = str(self._tokenizer.decode([token], skip_special_tokens=False))
         name = str(self._tokenizer.convert_ids_to_tokens(token))
+        bare = name.lstrip(BLANK)
+        if len(bare) < len(name):  # decoded alone, a piece loses the blank that a whole text begins with
+            text = " " * (len(name) - len(bare)) + text.lstrip(" ")
         if "\ufffd" not in text:
             return text.encode()
         byte = BYTE_NAME.fullmatch(name)

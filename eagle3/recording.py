@@ -34,7 +34,8 @@ from eagle3.serving.engine import runs_on_cpu, vllm_package
 from eagle3.serving.executors import Crew, Desk, Finished, Lost, Ready, run
 from eagle3.serving.process import ParentPipe
 from eagle3.serving.recorder import StateRecorder
-from eagle3.verifier import HeadWeights, VerifierIdentity, load_head, locate_verifier
+from eagle3.verifier import VerifierIdentity, locate_verifier
+from eagle3.verifier_head import HeadWeights, load_head
 from eagle3.workstore import work_root, write_file
 
 WORKER = "eagle3.recording:work"

@@ -41,6 +41,11 @@ def verify_remote(tracked: Tracked, name: str | None, repair: bool) -> list[Remo
     outs = [out for out in tracked.outs() if out.pushed]
     if not outs:
         raise ValueError("dvc.lock records no out yet; `dvc repro` makes them, `dvc push` takes them to the remote")
+    return verify_outs(tracked, outs, name, repair)
+
+
+def verify_outs(tracked: Tracked, outs: Sequence[Out], name: str | None, repair: bool) -> list[RemoteFindings]:
+    """The same for these outs, whatever dvc.lock says now."""
     by_remote: defaultdict[str | None, list[Out]] = defaultdict(list)
     for out in outs:
         by_remote[name or out.remote].append(out)

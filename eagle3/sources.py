@@ -28,10 +28,10 @@ class RawRow:
     detail: str = ""
 
 
-def read_rows(path: Path, columns: set[str]) -> Iterator[RawRow]:
+def read_rows(path: Path, columns: set[str] | None) -> Iterator[RawRow]:
     """Rows of one file, in order; blank lines are passed over.
 
-    columns: those of a Parquet file to read where it has them; JSONL records come whole.
+    columns: those of a Parquet file to read where it has them, None = all; JSONL records come whole.
     Raises ValueError for a file that is missing, empty, or neither JSONL in UTF-8 nor Parquet.
     """
     try:
@@ -84,13 +84,13 @@ def _parsed(number: int, line: bytes) -> RawRow:
     return RawRow(number, len(line), record)
 
 
-def _parquet_rows(path: Path, columns: set[str]) -> Iterator[RawRow]:
+def _parquet_rows(path: Path, columns: set[str] | None) -> Iterator[RawRow]:
     try:
         with pq.ParquetFile(path) as file:
             if not file.metadata.num_rows:
                 raise ValueError(f"{path}: the file has no rows")
-            wanted = [name for name in file.schema_arrow.names if name in columns]
-            if not wanted:
+            wanted = [name for name in file.schema_arrow.names if columns is None or name in columns]
+            if columns is not None and not wanted:
                 names = ", ".join(file.schema_arrow.names)
                 raise ValueError(f"{path}: none of the columns {', '.join(sorted(columns))}; it has {names}")
             size = path.stat().st_size // file.metadata.num_rows

@@ -16,6 +16,7 @@ from typing import Any
 from dvc.api import DVCFileSystem
 from dvc.exceptions import NotDvcRepoError
 from dvc.repo import Repo
+from dvc.scm import resolve_rev
 
 from eagle3.console import visible
 
@@ -106,8 +107,25 @@ class Tracked:
             text = path.read_bytes()
         except OSError as error:
             raise ValueError(f"its listing {path} is not in DVC's cache ({error.strerror})") from None
-        _check_listing(text, out.object, f"its listing {path}")
+        _check_object(text, out.object, f"its listing {path}")
         return text
+
+    def commit_of(self, revision: str) -> str:
+        """The commit of a git revision or of an experiment. Raises ValueError when there is none of this name."""
+        with _plain_errors(f"revision {visible(revision)}"):
+            return str(resolve_rev(self._repo.scm, revision))
+
+    def committed(self, commit: str, name: str) -> bytes | None:
+        """A file of the project that git keeps, as it was in a commit; None where that has none of this name."""
+        with _plain_errors(f"commit {commit}"):
+            project = self._repo.fs.relparts(self._repo.root_dir, self._repo.scm.root_dir)
+            parts = [part for part in project if part != "."]
+            files = self._repo.scm.get_fs(commit)
+            try:
+                with files.open("/".join([*parts, name]), "rb") as file:
+                    return bytes(file.read())
+            except FileNotFoundError:
+                return None
 
     def remote(self, name: str | None) -> "Remote":
         """A configured remote. Raises ValueError when there is none of this name, or its plug-in is missing."""
@@ -140,14 +158,18 @@ class Remote:
 
     def listing(self, out: Out) -> bytes | None:
         """The listing of a folder out, None when it is not there. Raises ValueError when it is damaged."""
+        return self.read(out.object, f"its listing {out.object}")
+
+    def read(self, name: str, what: str) -> bytes | None:
+        """A small object, None when it is not there. Raises ValueError that calls it `what` when it is damaged."""
         with _plain_errors(f"remote {self.name}"):
             try:
-                with self._odb.fs.open(self._odb.oid_to_path(out.object), "rb") as file:
-                    text = bytes(file.read())
+                with self._odb.fs.open(self._odb.oid_to_path(name), "rb") as file:
+                    data = bytes(file.read())
             except FileNotFoundError:
                 return None
-        _check_listing(text, out.object, f"its listing {out.object} on remote {self.name}")
-        return text
+        _check_object(data, name, f"{what} on remote {self.name}")
+        return data
 
     def upload(self, files: Iterable[tuple[Path, str]]) -> dict[str, str]:
         """Put files under the names of their objects, over what is there. Returns what went wrong, by object."""
@@ -220,7 +242,7 @@ def _one_line(error: BaseException) -> str:
     return visible(": ".join(told), 500)
 
 
-def _check_listing(text: bytes, name: str, what: str) -> None:
+def _check_object(text: bytes, name: str, what: str) -> None:
     if hashlib.md5(text, usedforsecurity=False).hexdigest() != name.removesuffix(DIR):
         raise ValueError(f"{what} is damaged: it differs from its name")
 

@@ -201,6 +201,8 @@ def _lineage_claims(lineage: Path) -> list[Claim]:
         raise ValueError("missing" if isinstance(error, FileNotFoundError) else f"not a lineage: {error!r}") from None
     claims = [Claim(_inside(lineage, name), "sha256", sha256, None, str(lineage)) for name, sha256 in digests.items()]
     for claim in claims:
+        if claim.path.suffix != ".safetensors":
+            continue
         try:
             with safe_open(claim.path, "pt") as tensors:
                 tensors.keys()

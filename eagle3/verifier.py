@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-import transformers  # its parts are imported when they are first named: a stage starts in half the time
+import transformers  # its parts are imported when they are first named, so that torch is not where none is needed
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from pydantic import TypeAdapter, ValidationError
@@ -49,6 +48,7 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 FULL_HASH_BYTES = 2 << 30  # weight files up to this size in all are hashed whole, larger ones by samples
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16
+IDENTITIES = "identities"  # folder of the work store
 
 
 @dataclass(frozen=True)
@@ -70,22 +70,6 @@ class VerifierIdentity:
     markers: Markers  # of its thinking; no part of the digest, since they decide nothing that it writes
 
 
-@dataclass(frozen=True)
-class HeadWeights:
-    """What turns a residual stream into logits: lm_head(norm(state)); [V, H], [H], [V, H], as stored."""
-
-    embed_tokens: torch.Tensor
-    norm: torch.Tensor
-    lm_head: torch.Tensor
-    rms_norm_eps: float
-
-    def logits(self, last_hidden_states: torch.Tensor) -> torch.Tensor:
-        """Verifier logits [T, V] in float32 from states before the final norm [T, H]."""
-        states = last_hidden_states.float()
-        scale = torch.rsqrt(states.square().mean(-1, keepdim=True) + self.rms_norm_eps)
-        return (states * scale * self.norm.float()) @ self.lm_head.float().T
-
-
 def read_identity(path: Path) -> VerifierIdentity:
     """The identity that the stage `verifier` wrote. Raises ValueError for a missing or foreign file."""
     try:
@@ -104,6 +88,22 @@ def verifier_digest(params: VerifierParams) -> str:
     """Digest of everything that decides what the verifier writes, read from the model itself."""
     files = _file_digests(locate_verifier(params))
     return digest({"files": files, "revision": params.revision, **_loading(params)})
+
+
+def kept_identity(params: VerifierParams, reasoning: ReasoningParams) -> VerifierIdentity:
+    """`identify_verifier`, or what it said the last time of the very same files and settings, as the work store has it.
+
+    That takes a second: all files are hashed, but neither is torch imported nor the tokenizer built."""
+    code = [digest_file(Path(__file__).with_name(name)) for name in ("verifier.py", "reasoning.py")]
+    asked = {"verifier": params.model_dump(), "reasoning": reasoning.model_dump(), "engine": vllm_package()}
+    known = {"digest": verifier_digest(params), "transformers": transformers.__version__, "code": code, **asked}
+    path = work_root() / IDENTITIES / f"{digest(known)}.json"
+    try:
+        return read_identity(path)
+    except ValueError:  # not there, or damaged
+        identity = identify_verifier(params, reasoning)
+    write_identity(identity, path)
+    return identity
 
 
 def identify_verifier(params: VerifierParams, reasoning: ReasoningParams) -> VerifierIdentity:
@@ -154,7 +154,7 @@ def locate_verifier(params: VerifierParams) -> Path:
     folder = Path(params.model)
     if folder.is_dir():
         return folder.absolute()
-    if params.model.startswith((".", "/", "~")) or params.model.count("/") != 1:
+    if not is_hub_id(params.model):
         raise ValueError(f"verifier.model: {params.model} is neither a directory here nor a hub id (owner/name)")
     if not params.revision:
         raise ValueError(f"verifier.model {params.model} is a hub id: pin it with verifier.revision (a commit)")
@@ -162,6 +162,12 @@ def locate_verifier(params: VerifierParams) -> Path:
         return Path(snapshot_download(params.model, revision=params.revision))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ValueError(f"verifier {params.model} at {params.revision} cannot be downloaded: {error}") from None
+
+
+def is_hub_id(model: str) -> bool:
+    """Whether a model's name is owner/name on the hub, and no directory here nor a bundled one."""
+    paths = (".", "/", "~", "bundled:")
+    return not model.startswith(paths) and model.count("/") == 1 and not Path(model).is_dir()
 
 
 def load_tokenizer(params: VerifierParams) -> Any:
@@ -172,20 +178,6 @@ def load_tokenizer(params: VerifierParams) -> Any:
     if params.chat_template is not None:
         tokenizer.chat_template = Path(params.chat_template).read_text()
     return tokenizer
-
-
-def load_head(folder: Path) -> HeadWeights:
-    """Embedding, final norm and head from a directory: tied or not, one file or several.
-
-    Raises ValueError that lists the keys found when a weight is under none of the usual names.
-    """
-    names = _tensor_files(folder)
-    config = json.loads((folder / "config.json").read_text())
-    config = {**config, **config.get("text_config", {})}
-    embed = _load_tensor(folder, names, ".embed_tokens.weight")
-    tied = config.get("tie_word_embeddings", "lm_head.weight" not in names)
-    head = embed if tied else _load_tensor(folder, names, "lm_head.weight")
-    return HeadWeights(embed, _load_tensor(folder, names, "model.norm.weight"), head, float(config["rms_norm_eps"]))
 
 
 def prompt_ids(tokenizer: Any, messages: list[dict[str, str]], kwargs: dict[str, Any]) -> list[int]:
@@ -216,24 +208,12 @@ def flat_ids(value: Any) -> list[int]:
     return [int(token) for token in ids]
 
 
-def _load_tensor(folder: Path, names: dict[str, str], ending: str) -> torch.Tensor:
-    found = [name for name in names if name.endswith(ending)]
-    if len(found) != 1:
-        listed = ", ".join(sorted(names)[:8])
-        raise ValueError(
-            f"{folder}: expected one tensor named ...{ending}, found {found or 'none'}; there are {listed} ..."
-        )
-    with safe_open(folder / names[found[0]], framework="pt") as file:
-        tensor: torch.Tensor = file.get_tensor(found[0])
-        return tensor
-
-
-def _tensor_files(folder: Path) -> dict[str, str]:
-    """Tensor name -> file name."""
+def tensor_files(folder: Path) -> dict[str, str]:
+    """Tensor name -> file name. Raises ValueError where there are no weights that can be read."""
     try:
         if (folder / INDEX_FILE).exists():
             return dict(json.loads((folder / INDEX_FILE).read_text())["weight_map"])
-        with safe_open(folder / SINGLE_FILE, framework="pt") as file:
+        with safe_open(folder / SINGLE_FILE, framework="np") as file:
             return dict.fromkeys(file.keys(), SINGLE_FILE)
     except (OSError, SafetensorError, KeyError, json.JSONDecodeError) as error:
         raise ValueError(f"{folder}: weights not readable ({error}); expected {SINGLE_FILE} or {INDEX_FILE}") from None
@@ -258,7 +238,7 @@ def _file_digests(folder: Path) -> dict[str, str]:
         files[path.name] = digest_file(path)
     if (folder / INDEX_FILE).exists():
         files[INDEX_FILE] = digest_file(folder / INDEX_FILE)
-    weights = [folder / name for name in sorted(set(_tensor_files(folder).values()))]
+    weights = [folder / name for name in sorted(set(tensor_files(folder).values()))]
     absent = [path.name for path in weights if not path.is_file()]
     if absent:
         raise ValueError(f"{folder}: weight files missing: {', '.join(absent)}")
@@ -335,7 +315,7 @@ def _convert_gguf(source: Path, target: Path, template: str | None) -> None:
         source.parent,
         gguf_file=source.name,
         quantization_config=transformers.GgufConfig(dequantize=True),
-        dtype=torch.bfloat16,
+        dtype="bfloat16",
     )
     if template is not None:
         tokenizer.chat_template = template

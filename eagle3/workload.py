@@ -117,7 +117,7 @@ def measure_work(params: Params, asked: Asked) -> Workload:
         rows,
         round(rows * prompt),
         round(rows * answer),
-        round(unanswered * answer) if params.generate.responses == "verifier" else 0,
+        round(unanswered * answer * (1 - params.generate.reference_share)),
         round(rows * (prompt + answer) * train_share),
         False,
         past.standing and asked.prompt_tokens is None and asked.answer_tokens is None,
@@ -136,7 +136,7 @@ def _means(params: Params, asked: Asked, past: Past) -> tuple[float, float, str]
     else:
         prompt, answer = _text_tokens()
         source = f"guessed at {TEXT_BYTES_PER_TOKEN} bytes of text a token"
-        if params.generate.responses == "verifier":
+        if params.generate.reference_share < 1:
             answer = mean(params.generate.max_new_tokens)
             source = f"at most, from generate.max_new_tokens and {TEXT_BYTES_PER_TOKEN} bytes of prompt a token"
     longest = params.verifier.max_model_len
@@ -180,7 +180,7 @@ def _wanted(params: Params) -> tuple[list[str], float]:
     """Sample ids that today's prompts ask for, and the share of them that trains."""
     schema = pa.schema([PROMPTS.field("prompt_id")])
     train, validation = (read_columns(_prompts(split), schema)["prompt_id"].to_pylist() for split in SPLITS)
-    samples = range(params.generate.samples_per_prompt if params.generate.responses == "verifier" else 1)
+    samples = range(params.generate.samples_per_prompt if params.generate.reference_share == 0 else 1)
     ids = [sample_name(prompt, sample) for prompt in (*train, *validation) for sample in samples]
     if not ids:
         raise ValueError(f"{PROMPTS_OUT}: there is no prompt for training in there")

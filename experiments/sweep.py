@@ -85,7 +85,7 @@ def name_of(setting: str) -> str:
 def results(project: Project) -> dict[str, dict[str, Any]]:
     """For each finished experiment, by name, the numbers that COLUMNS asks for."""
     found = {}
-    for row in dvc.api.exp_show(repo=str(project.folder)):
+    for row in dvc.api.exp_show(repo=str(project.folder), num=-1):
         numbers = {name: row.get(name) for name in COLUMNS}
         if row["Experiment"] and isinstance(numbers["acceptance_length"], float):
             found[row["Experiment"]] = numbers

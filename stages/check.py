@@ -3,71 +3,18 @@ only the stages that read what was edited."""
 
 from pathlib import Path
 
-from ruamel.yaml import YAML
-
-from eagle3.params import Params, load_params
+from eagle3.consistency import check_project
+from eagle3.params import load_params
 from eagle3.stage import check_commit, run_stage
 from eagle3.workstore import write_file
 
 
 def check(params_path: Path, pipeline: Path, passed: Path) -> None:
     """Validate PARAMS_PATH and its agreement with the PIPELINE file (dvc.yaml); write the constant file PASSED."""
-    params = load_params(params_path)
-    declared = YAML(typ="safe", pure=True).load(pipeline.read_text())["stages"]
-    check_sources(params, pipeline, declared["prompts"]["deps"])
-    check_warm_start(params, pipeline, declared["train"]["deps"])
-    check_together(params)
+    check_project(load_params(params_path), pipeline)
     check_commit()
     passed.parent.mkdir(parents=True, exist_ok=True)
     write_file(passed, b"params.yaml is valid\n")
-
-
-def check_sources(params: Params, pipeline: Path, declared: list[str]) -> None:
-    """Every prompt file exists and is a dependency of `prompts`, or DVC would not notice its changes."""
-    for source in params.prompts.sources:
-        if not Path(source.path).is_file():
-            raise ValueError(
-                f"prompts.sources: {source.path} (named {source.name}) is not a file here; if it is new, `git add` it: "
-                "`dvc exp run --queue` and `--temp` start from what git tracks"
-            )
-        if source.path not in declared:
-            raise ValueError(
-                f"prompts.sources: {source.path} is not under deps of the stage `prompts` in {pipeline}; "
-                "add it there, so that a change of the file reruns the stage"
-            )
-
-
-def check_warm_start(params: Params, pipeline: Path, declared: list[str]) -> None:
-    """The same of the checkpoint to go on from."""
-    folder = params.train.warm_start
-    if folder is not None and not Path(folder).is_dir():
-        raise ValueError(f"train.warm_start: {folder} is not a folder here")
-    if folder is not None and folder not in declared:
-        raise ValueError(
-            f"train.warm_start: {folder} is not under deps of the stage `train` in {pipeline}; add it there"
-        )
-
-
-def check_together(params: Params) -> None:
-    """Settings that are each valid but do not fit together."""
-    if params.prompts.validation_share + params.prompts.evaluation_share >= 1:
-        raise ValueError("prompts.validation_share and prompts.evaluation_share leave nothing to train on")
-    if params.extract.shard_min_mib > params.extract.shard_max_mib:
-        raise ValueError("extract.shard_min_mib is above extract.shard_max_mib")
-    if params.prompts.min_characters > params.prompts.max_characters:
-        raise ValueError("prompts.min_characters is above prompts.max_characters")
-    if params.generate.responses == "reference" and params.generate.samples_per_prompt > 1:
-        raise ValueError("generate.samples_per_prompt must be 1 with generate.responses: reference; a prompt has one")
-    if params.train.nproc > params.train.gradient_accumulation:
-        raise ValueError(
-            "train.nproc is above train.gradient_accumulation, the batches of one optimiser step over all processes: "
-            "one process would have none; raise the latter"
-        )
-    if params.train.sharding == "fsdp" and params.train.optimiser == "muon":
-        raise ValueError("train.optimiser: muon needs whole matrices; set train.sharding to none, or it to adamw")
-    room = params.verifier.max_model_len - params.generate.min_room_tokens
-    if room < 1:
-        raise ValueError("generate.min_room_tokens leaves no room for a prompt within verifier.max_model_len")
 
 
 if __name__ == "__main__":

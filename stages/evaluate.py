@@ -11,10 +11,19 @@ import torch
 
 from eagle3.acceptance import Answer, Decoded, Prompt, Row, identical
 from eagle3.answer_states import answer_states
-from eagle3.console import Progress, say
+from eagle3.console import Progress, say, timed
 from eagle3.draft.export import load_draft
+from eagle3.draft.model import DraftModel
 from eagle3.draft.replay import replay
-from eagle3.evaluation import break_down, choose_prompts, evaluation_metrics, write_evaluation, write_plots
+from eagle3.draft.vocab import DraftVocabulary
+from eagle3.evaluation import (
+    break_down,
+    choose_prompts,
+    evaluation_metrics,
+    write_evaluation,
+    write_plots,
+    write_run,
+)
 from eagle3.lineage import check_draft
 from eagle3.params import Params, load_params
 from eagle3.reconciliation import Reconciliation, explain, is_large
@@ -24,7 +33,8 @@ from eagle3.report.page import render
 from eagle3.serving.speculative import Decoder, answers_to_decode, decode_settings, settings
 from eagle3.stage import run_stage
 from eagle3.tables import new_folder, write_metrics
-from eagle3.verifier import VerifierIdentity, load_head, locate_verifier, read_identity
+from eagle3.verifier import locate_verifier, read_identity
+from eagle3.verifier_head import load_head
 from eagle3.workstore import write_file
 
 
@@ -37,18 +47,26 @@ def evaluate(
     identity = read_identity(verifier)
     check_draft(draft, identity)
     chosen = choose_prompts(prompts, params.verifier, params.generate, own)
-    decoded = decode(chosen, draft, params, "evaluate")
-    exact = decode(chosen[: own.lossless_prompts], draft, in_float32(params), "lossless check")
+    seconds: dict[str, float] = {}
+    with timed(seconds, "decoding"):
+        decoded = decode(chosen, draft, params, "evaluate")
+    with timed(seconds, "lossless_check"):
+        exact = decode(chosen[: own.lossless_prompts], draft, in_float32(params), "lossless check")
     answers = [a for batch in decoded if batch.setting == asked[0] and batch.arm == "draft" for a in batch.answers]
-    in_vocabulary = load_draft(draft)[1].t2d.tolist()
-    breakdown = break_down(answers, identity, params.verifier, in_vocabulary)
+    model, vocabulary = load_draft(draft)
+    breakdown = break_down(answers, identity, params.verifier, vocabulary.t2d.tolist())
     numbers = evaluation_metrics(decoded, asked, breakdown)
     if own.estimate_prompts and own.temperature == 0:
-        numbers["estimate"] = reconcile(answers[: own.estimate_prompts], identity, params, draft)
+        recording = Recording(identity, params.verifier, params.engine, params.extract)
+        with timed(seconds, "estimate"):
+            replayed = answers[: own.estimate_prompts]
+            numbers["estimate"] = reconcile(replayed, model, vocabulary, recording, asked[0].num_speculative_tokens)
     if exact:
         numbers["lossless_float32"] = identical(answer for batch in exact for answer in batch.answers)
+    numbers["seconds"] = seconds
     with new_folder(evaluation) as out:
         write_evaluation(out, decoded, breakdown)
+        write_run(out / "run.json", identity, params.engine, own)
         shown = params.verifier, own.viewer_answers
         page = evaluation_report(answers, asked[0], numbers, breakdown, draft, identity, *shown)
         write_file(out / "report.html", render(page).encode())
@@ -76,26 +94,25 @@ def decode(chosen: list[Prompt], draft: Path, params: Params, label: str) -> lis
     return decoded
 
 
-def reconcile(answers: Sequence[Answer], identity: VerifierIdentity, params: Params, draft: Path) -> Row:
+def reconcile(
+    answers: Sequence[Answer], model: DraftModel, vocabulary: DraftVocabulary, recording: Recording, steps: int
+) -> Row:
     """What the draft would have proposed everywhere in these answers, from their recorded states, against what vLLM
     accepted of it; says how they differ and warns where they may not."""
-    model, vocabulary = load_draft(draft)
-    embed_tokens = load_head(locate_verifier(params.verifier)).embed_tokens
-    steps = settings(params.evaluate)[0].num_speculative_tokens
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, embed_tokens = model.to(device), embed_tokens.to(device)
+    model = model.to(device)
+    embed_tokens = load_head(locate_verifier(recording.verifier)).embed_tokens.to(device)
     found = Reconciliation(steps)
     usable = [answer for answer in answers if len(answer.output_ids) >= 3]
-    if not usable:
-        return found.metrics()
-    recording = Recording(identity, params.verifier, params.engine, params.extract)
-    with answer_states(usable, recording) as recorded:
-        for answer, sample in recorded:
-            found.add(replay(model, vocabulary, embed_tokens, sample, steps), answer.steps)
-    say(f"evaluate: {explain(found.metrics())}")
-    if is_large(found.metrics()):
+    if usable:
+        with answer_states(usable, recording) as recorded:
+            for answer, sample in recorded:
+                found.add(replay(model, vocabulary, embed_tokens, sample, steps), answer.steps)
+    numbers = found.metrics()
+    say(f"evaluate: {explain(numbers)}")
+    if is_large(numbers):
         say("evaluate: warning: the served draft proposes otherwise than the trained one; please report this")
-    return found.metrics()
+    return numbers
 
 
 def in_float32(params: Params) -> Params:

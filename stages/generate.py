@@ -17,13 +17,13 @@ def generate(prompts: Path, verifier: Path, responses: Path, metrics: Path, para
     """`prompts`/{train,validation}.parquet, identity `verifier` -> `responses` (parts), counts in `metrics`.
 
     Finished answers survive any end of this stage in the work store; running it again asks for the missing ones only.
-    With generate.responses: reference the answers are those of the prompts' sources, and nobody is asked.
+    With generate.reference_share: 1 the answers are those of the prompts' sources, and nobody is asked.
     Raises ValueError when the server fails or stalls, or more rows than generate.max_failed_share have no answer.
     """
     params = load_params(params_path)
     account = Account("generate", params.generate.max_failed_share, "max_failed_share")
     identity = read_identity(verifier)
-    if params.generate.responses == "reference":
+    if params.generate.reference_share == 1:
         given = References(prompts, params.generate, identity)
         write_parts(responses, given.rows(account), RESPONSES, "prompt_id", account)
         write_metrics(metrics, account.settle() | given.metrics())

@@ -8,6 +8,7 @@ import json
 from contextlib import nullcontext
 from pathlib import Path
 
+from eagle3.card import CARD, base_of, model_card, usual_tokens
 from eagle3.console import say
 from eagle3.draft.checkpoint import CheckpointStore
 from eagle3.draft.data import Corpus, count_generated, read_corpus
@@ -19,12 +20,14 @@ from eagle3.draft.training import Trainer, run_key, run_metrics
 from eagle3.draft.vocab import DraftVocabulary, choose_vocabulary, covered_share
 from eagle3.draft.warm_start import read_checkpoint
 from eagle3.draft.watching import require_tensorboard, vocabulary_warning
-from eagle3.lineage import write_lineage
+from eagle3.lineage import vocabulary_facts, write_lineage
+from eagle3.origin import NOTE, origin_once, trained_lineage
 from eagle3.params import Params, load_params
 from eagle3.stage import check_commit, run_stage
-from eagle3.tables import INDEX, write_metrics
-from eagle3.verifier import VerifierIdentity, load_head, locate_verifier, read_identity, verifier_digest
-from eagle3.workstore import work_folder
+from eagle3.tables import write_metrics
+from eagle3.verifier import VerifierIdentity, locate_verifier, read_identity, verifier_digest
+from eagle3.verifier_head import load_head
+from eagle3.workstore import work_folder, write_file
 
 
 def train(hidden_states: Path, verifier_path: Path, draft: Path, metrics: Path, plots: Path, params_path: Path) -> None:
@@ -83,12 +86,17 @@ def train_here(
         announce(corpus, vocabulary, coverage, verifier, processes)
     with work_folder("train") if processes.leads else nullcontext() as work:
         store = CheckpointStore(work / key) if work else None
+        origin = origin_once(work / key / NOTE, hidden_states) if work else None
         trainer = Trainer(corpus, sizes, vocabulary, load_head(folder), settings, store, processes, checkpoint)
         trainer.train(plots)
-    if processes.leads:
+    if origin is not None:
         export_draft(draft, trainer.draft, vocabulary, verifier, settings.export_dtype)
         numbers = run_metrics(trainer, vocabulary, coverage)
-        write_lineage(draft, verifier, hidden_states / INDEX, settings, numbers)
+        facts = vocabulary_facts(vocabulary.token_ids.tolist(), vocabulary.verifier_size, vocabulary.coverage)
+        base = base_of(params.verifier, folder)
+        lineage = trained_lineage(draft, hidden_states, verifier, base, facts, settings, numbers, origin)
+        write_lineage(draft, lineage)
+        write_file(draft / CARD, model_card(lineage, None, usual_tokens(lineage)).encode())
         write_metrics(metrics, numbers)
 
 

@@ -10,7 +10,7 @@ from eagle3.acceptance import Answer
 from eagle3.draft.attention import Document
 from eagle3.draft.export import load_draft
 from eagle3.draft.model import DraftModel
-from eagle3.verifier import HeadWeights, load_head
+from eagle3.verifier_head import HeadWeights, load_head
 
 
 @torch.no_grad()

@@ -19,7 +19,8 @@ from eagle3.draft.processes import alone
 from eagle3.draft.training import Trainer
 from eagle3.draft.vocab import choose_vocabulary
 from eagle3.params import load_params
-from eagle3.verifier import load_head, read_identity
+from eagle3.verifier import read_identity
+from eagle3.verifier_head import load_head
 from stages.train import train
 from tests.draft_data import verifier_params
 

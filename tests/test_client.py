@@ -791,7 +791,7 @@ def test_a_run_over_a_server_without_ids_stores_usage_and_text_and_is_no_answer_
 def test_reference_answers_need_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("eagle3.serving.generation.LocalServers", None)
     texts = [f"question {i}" for i in range(20)]
-    stage = Stage(tmp_path, "http://127.0.0.1:9/v1", texts, responses="reference", max_failed_share=0.1)
+    stage = Stage(tmp_path, "http://127.0.0.1:9/v1", texts, reference_share=1.0, max_failed_share=0.1)
     prompts = [prompt_row(i, text) | {"reference": None if i == 3 else f"answer {i}"} for i, text in enumerate(texts)]
     write_splits(tmp_path / "prompts", prompts)
     stage.run()
@@ -818,7 +818,31 @@ def test_reference_answers_need_no_server(tmp_path: Path, monkeypatch: pytest.Mo
     assert not (tmp_path / "work" / "generate").exists()
 
 
+def test_a_share_of_reference_answers_is_mixed_in(tmp_path: Path) -> None:
+    """Which prompts take theirs does not depend on the others; the rest is asked, also where there is no reference."""
+    texts = [f"question {i}" for i in range(200)]
+    prompts = [prompt_row(i, text) | {"reference": None if i < 20 else f"answer {i}"} for i, text in enumerate(texts)]
+    with FaultyServer() as server:
+        stage = Stage(tmp_path, server.url, texts, reference_share=0.3)
+        write_splits(tmp_path / "prompts", prompts)
+        stage.run()
+        rows, asked = stage.rows(), set(server.asked)
+    assert [row["prompt_id"] for row in rows] == stage.expected_order()
+    given = {row["messages"][0]["content"] for row in rows if row["engine"] == "reference"}
+    assert 30 < len(given) < 80
+    assert not given & set(texts[:20])
+    assert asked & set(texts) == set(texts) - given
+    assert stage.metrics()["references"] == len(given)
+    assert all((row["output_token_ids"] is None) == (row["engine"] == "reference") for row in rows)
+    with FaultyServer() as server:
+        fewer = Stage(tmp_path / "fewer", server.url, texts[:100], reference_share=0.3)
+        write_splits(tmp_path / "fewer" / "prompts", prompts[:100])
+        fewer.run()
+        same = {row["messages"][0]["content"] for row in fewer.rows() if row["engine"] == "reference"}
+    assert same == given & set(texts[:100])
+
+
 def test_too_few_reference_answers_fail_the_stage(tmp_path: Path) -> None:
-    stage = Stage(tmp_path, "http://127.0.0.1:9/v1", ["one", "two"], responses="reference")
+    stage = Stage(tmp_path, "http://127.0.0.1:9/v1", ["one", "two"], reference_share=1.0)
     with pytest.raises(ValueError, match="2 no reference answer"):
         stage.run()

@@ -17,13 +17,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from eagle3.consistency import check_together
 from eagle3.console import Interrupted
 from eagle3.draft.data import Batch, SampleRef, read_corpus
 from eagle3.draft.processes import LOOPBACK, Processes
 from eagle3.draft.training import Trainer, make_schedule
 from eagle3.params import load_params
 from eagle3.verifier import read_identity
-from stages.check import check_together
 from tests.draft_data import Text, make_states, random_texts
 from tests.draft_runs import PARAMS, ROOT, SETTINGS, Run, checkpoints, wait_until
 from tests.forked_stages import Stage, end_server, gone

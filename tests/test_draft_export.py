@@ -12,7 +12,8 @@ from eagle3.draft.export import CONFIG, WEIGHTS, export_draft, load_draft
 from eagle3.draft.latent import LatentSizes
 from eagle3.draft.model import DraftModel, DraftSizes, initialise
 from eagle3.draft.vocab import DraftVocabulary
-from eagle3.verifier import VerifierIdentity, load_head
+from eagle3.verifier import VerifierIdentity
+from eagle3.verifier_head import load_head
 from tests.test_draft_data import VERIFIER as IDENTITY
 
 TOKEN_IDS = torch.arange(0, 640, 5)

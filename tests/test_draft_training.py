@@ -17,7 +17,8 @@ from eagle3.draft.processes import alone
 from eagle3.draft.training import Trainer, learning_rate, make_schedule, run_key
 from eagle3.draft.vocab import DraftVocabulary, choose_vocabulary
 from eagle3.shards import open_shard
-from eagle3.verifier import load_head, read_identity
+from eagle3.verifier import read_identity
+from eagle3.verifier_head import load_head
 from tests.draft_data import generate_texts, make_states
 from tests.draft_runs import PARAMS, SETTINGS, Run, checkpoints, make_trainer, start, wait_until
 from tests.tiny_verifiers import build_tiny_verifier

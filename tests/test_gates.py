@@ -18,7 +18,7 @@ from eagle3.gates import (
 from eagle3.hidden_states import require_agreement
 from eagle3.params import ExtractParams, load_params
 from eagle3.shards import Sample, Shard, open_shard, write_shard
-from eagle3.verifier import HeadWeights
+from eagle3.verifier_head import HeadWeights
 from tests.test_shards import metadata
 from tests.token_tables import PROJECT
 

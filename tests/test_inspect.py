@@ -18,9 +18,12 @@ from typer.testing import CliRunner
 from eagle3 import sample_view, tables
 from eagle3.cli import app
 from eagle3.params import load_params
+from eagle3.reasoning import Pieces
+from eagle3.report.tokens import spell
 from eagle3.sample_view import HEAD_TOKENS, TAIL_TOKENS, View, Words, show_sample
 from eagle3.tables import Row, list_parts
 from tests.terminal import on_terminal
+from tests.text_tokenizers import sentence_piece
 from tests.tiny_verifiers import build_tokenizer
 from tests.token_tables import token_row, write_params, write_tokens, write_verifier_json
 
@@ -169,6 +172,18 @@ def test_ids_are_shown_with_the_text_of_each_token() -> None:
     assert [[int(place), int(token)] for place, token, _ in pairs] == [*map(list, enumerate(sample["input_ids"]))]
     texts = ["a", "·", "b", "⟨|im_end|⟩", "\\xf0", "\\x9f", "\\xa6", "\\x9c", "↵", "⟨id 630⟩"]
     assert [text for *_, text in pairs] == texts  # bytes that are no text alone
+
+
+@pytest.mark.parametrize("prepend", [True, False], ids=["Llama 2", "Metaspace"])
+def test_pieces_of_sentence_piece_keep_their_blanks(prepend: bool) -> None:
+    """The tokens one by one read as the whole does: words are not glued together, an emoji of bytes is whole."""
+    tokenizer = sentence_piece(prepend)
+    text = "The  quick fox:\n  x = 1 \U0001f98a end"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    words = Words(tokenizer)
+    assert "".join(spell(ids, Pieces(tokenizer))).removeprefix(" ") == text
+    assert words.text(ids) == text
+    assert sum(words.piece(token).startswith(" ") for token in ids) >= 4
 
 
 def test_an_emoji_of_several_tokens_is_whole_and_half_a_one_is_no_error() -> None:

@@ -1,5 +1,8 @@
 """params.yaml is read strictly, as DVC writes it, and errors name the key."""
 
+import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -80,6 +83,15 @@ def test_lists_and_null(tmp_path: Path) -> None:
         3,
     ]
     assert load_params(ROOT / "params.yaml").verifier.revision is None
+
+
+def test_a_check_takes_less_than_a_second_of_processor_time(tmp_path: Path) -> None:
+    """From the start of Python to its end, as DVC runs it."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-m", "stages.check", "params.yaml", "dvc.yaml", str(tmp_path / "check.txt")]
+    subprocess.run(command, cwd=ROOT, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
 
 
 def test_a_missing_file_says_where_to_run(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from eagle3.consistency import check_together
 from eagle3.params import load_params
 from eagle3.responses import read_responses
 from eagle3.schemas import AUDIT, REJECTED, RESPONSES, TOKENS
@@ -18,7 +19,7 @@ from eagle3.tables import Account, read_parts, read_table, write_parts
 from eagle3.tokens import Unusable
 from eagle3.verification import verify_places
 from eagle3.verifier import prompt_ids, write_identity
-from stages.check import check, check_together
+from stages.check import check
 from stages.reconstruct_tokens import check_use, reconstruct_tokens
 from tests.test_tokens import IDENTITY, STOP, response
 from tests.tiny_verifiers import build_tokenizer
@@ -256,7 +257,7 @@ def test_the_check_refuses_what_cannot_work(
 
 
 def test_a_prompt_has_one_reference_answer(tmp_path: Path) -> None:
-    (tmp_path / "params.yaml").write_text(DEFAULT.replace("responses: verifier", "responses: reference"))
+    (tmp_path / "params.yaml").write_text(DEFAULT.replace("reference_share: 0.0", "reference_share: 0.5"))
     check_together(load_params(tmp_path / "params.yaml"))
     text = (tmp_path / "params.yaml").read_text().replace("samples_per_prompt: 1", "samples_per_prompt: 2")
     (tmp_path / "params.yaml").write_text(text)

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,14 +15,16 @@ from eagle3.params import VerifierParams
 from eagle3.verifier import (
     choose_aux_layers,
     identify_verifier,
-    load_head,
+    kept_identity,
     locate_verifier,
     prompt_ids,
     read_identity,
     write_identity,
-)  # fmt: skip
+)
+from eagle3.verifier_head import load_head
 from tests.draft_data import REASONING
 from tests.tiny_verifiers import build_tiny_verifier
+from tests.token_tables import PROJECT, write_params
 
 
 def params(folder: Path | str, **changes: object) -> VerifierParams:
@@ -49,6 +53,36 @@ def test_sizes_and_tokens_come_from_the_model(folder: Path, tmp_path: Path) -> N
 def test_the_digest_does_not_depend_on_the_place(folder: Path, tmp_path: Path) -> None:
     elsewhere = Path(shutil.copytree(folder, tmp_path / "elsewhere"))
     assert identify_verifier(params(folder), REASONING).digest == identify_verifier(params(elsewhere), REASONING).digest
+
+
+def test_an_identity_is_read_once_and_kept_while_nothing_changes(folder: Path, tmp_path: Path) -> None:
+    own = params(folder)
+    first = kept_identity(own, REASONING)
+    assert first == identify_verifier(own, REASONING)
+    (kept,) = (tmp_path / "work/identities").iterdir()
+    kept.write_text(kept.read_text().replace('"hidden_size": 128', '"hidden_size": 129'))
+    assert kept_identity(own, REASONING).hidden_size == 129  # so it was read
+    kept.write_text("{")
+    assert kept_identity(own, REASONING) == first  # damaged: made again
+    (folder / "chat_template.jinja").write_text((folder / "chat_template.jinja").read_text() + " ")
+    assert kept_identity(own, REASONING).digest != first.digest
+    assert kept_identity(params(folder, aux_layer_ids=[1, 2, 3]), REASONING).aux_layer_ids == (1, 2, 3)
+    assert kept_identity(own, REASONING.model_copy(update={"format": "none"})).markers == first.markers
+
+
+def test_the_stage_needs_no_torch_while_nothing_changes(folder: Path, tmp_path: Path) -> None:
+    """It runs at every `dvc repro`."""
+    own = write_params(tmp_path / "params.yaml", folder)
+    kept_identity(own.verifier, own.reasoning)
+    program = (
+        "import runpy, sys\n"
+        "try: runpy.run_module('stages.verifier', run_name='__main__', alter_sys=True)\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        "assert 'torch' not in sys.modules"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "verifier.json"), str(tmp_path / "params.yaml")]
+    subprocess.run(command, cwd=PROJECT, check=True)
+    assert read_identity(tmp_path / "verifier.json") == identify_verifier(own.verifier, own.reasoning)
 
 
 @pytest.mark.parametrize(

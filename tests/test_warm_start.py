@@ -14,7 +14,8 @@ from eagle3.draft.model import DraftModel, initialise
 from eagle3.draft.training import run_key
 from eagle3.draft.vocab import DraftVocabulary
 from eagle3.draft.warm_start import read_checkpoint
-from eagle3.verifier import load_head, read_identity
+from eagle3.verifier import read_identity
+from eagle3.verifier_head import load_head
 from tests.draft_runs import Run
 from tests.test_draft_export import LATENT, TOKEN_IDS, export, sizes_of
 from tests.test_draft_training import run  # noqa: F401 - a fixture

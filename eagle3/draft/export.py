@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from eagle3.draft.latent import LatentSizes, latent_config
 from eagle3.draft.model import DraftModel, DraftSizes
 from eagle3.draft.vocab import DraftVocabulary, validate_mapping
+from eagle3.lineage import public_name
 from eagle3.tables import new_folder
 from eagle3.verifier import VerifierIdentity
 
@@ -94,7 +95,7 @@ def draft_config(sizes: DraftSizes, verifier: VerifierIdentity, dtype: str, cove
         },
         OWN_SECTION: {
             "verifier_digest": verifier.digest,
-            "verifier_name": verifier.name,
+            "verifier_name": public_name(verifier.name),
             "draft_vocab_coverage": coverage,
             "sizes": asdict(sizes),
         },
@@ -112,7 +113,7 @@ def load_draft(folder: Path) -> tuple[DraftModel, DraftVocabulary]:
         raise ValueError(f"{folder}: not a draft that this pipeline exported ({error!r})") from None
     vocabulary = _load_vocabulary(folder, sizes, tensors, coverage)
     model = DraftModel(sizes)
-    _check_names(folder, model.state_dict(), tensors)
+    check_names(folder, model.state_dict(), tensors)
     model.load_state_dict({name: value.float() for name, value in tensors.items()})
     return model, vocabulary
 
@@ -141,7 +142,8 @@ def _load_vocabulary(
     return DraftVocabulary(d2t + torch.arange(len(d2t)), sizes.vocab_size, coverage)
 
 
-def _check_names(folder: Path, expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> None:
+def check_names(folder: Path, expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> None:
+    """Raises ValueError that lists the tensors which are missing, unexpected or of another shape."""
     missing, unexpected = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
     wrong = [name for name in expected.keys() & found.keys() if expected[name].shape != found[name].shape]
     problems = [

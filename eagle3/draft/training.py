@@ -36,7 +36,8 @@ from eagle3.draft.warm_start import Checkpoint
 from eagle3.draft.watching import Display, display, overfit_warning, validation_rise
 from eagle3.params import TrainParams
 from eagle3.schemas import SCHEMA_VERSION
-from eagle3.verifier import HeadWeights, VerifierIdentity
+from eagle3.verifier import VerifierIdentity
+from eagle3.verifier_head import HeadWeights
 
 PLOTTED_POINTS = 200
 _LOWER_RATE = "Lower train.learning_rate or train.max_gradient_norm"

@@ -17,7 +17,7 @@ from eagle3.draft.layers import rms_norm
 from eagle3.draft.loss import Objective, Targets, distill, verifier_choices
 from eagle3.draft.model import DraftModel
 from eagle3.draft.vocab import DraftVocabulary
-from eagle3.verifier import HeadWeights
+from eagle3.verifier_head import HeadWeights
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from eagle3.console import visible
 from eagle3.digests import digest, digest_file
 from eagle3.draft.model import DraftModel, DraftSizes
 from eagle3.draft.vocab import DraftVocabulary
+from eagle3.verifier import INDEX_FILE
 
 CONFIG = "config.json"
 FLAGS = {"norm_before_residual": (False, True), "norm_output": (False, False)}  # if not said: plain, speculators
@@ -25,11 +27,19 @@ ELSEWHERE = ("embed_tokens.", "verifier_", "rotary_emb.")  # the verifier's own,
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An EAGLE-3 checkpoint. tensors: by our names, as stored; token_ids int64 [D]: of its draft vocabulary."""
+    """An EAGLE-3 checkpoint. tensors: by our names, as stored; token_ids int64 [D]: of its draft vocabulary.
+
+    form: plain | speculators. layer: the config of its decoder layers. files: of which it is read. embed_tokens: [V, H]
+    where it has an embedding of its own.
+    """
 
     folder: Path
+    form: str
     digest: str
+    files: tuple[Path, ...]
     config: dict[str, Any]
+    layer: dict[str, Any]
+    embed_tokens: torch.Tensor | None
     flags: dict[str, bool]
     sliding_window: int | None
     rope_parameters: dict[str, Any] | None
@@ -102,35 +112,61 @@ class Checkpoint:
         return int(known.sum())
 
 
-def read_checkpoint(folder: Path) -> Checkpoint:
-    """Read a checkpoint's folder. Raises ValueError when it is none, or holds nothing but pickled weights."""
+def read_checkpoint(folder: Path, asked_by: str = "train.warm_start") -> Checkpoint:
+    """Read a checkpoint's folder. Raises ValueError, which begins with `asked_by`, when it is none, names files outside
+    the folder, or holds nothing but pickled weights."""
     try:
         config = json.loads((folder / CONFIG).read_text())
         speculators = "speculators_model_type" in config
         if speculators and config["speculators_model_type"] != "eagle3":
-            raise ValueError(f"a {config['speculators_model_type']} model of speculators")
+            raise ValueError(f"a {visible(str(config['speculators_model_type']))} model of speculators")
         layer = config["transformer_layer_config"] if speculators else config
         own = {**config.get("eagle_config", {}), **config}
         flags = {name: bool(own.get(name, defaults[speculators])) for name, defaults in FLAGS.items()}
         rope = _rope_parameters(layer)
         window = layer["sliding_window"] if "sliding_attention" in (layer.get("layer_types") or ()) else None
+        files = _weight_files(folder)
     except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"train.warm_start: {folder} is no EAGLE-3 checkpoint ({error!r})") from None
-    files = sorted(folder.glob("*.safetensors"))
+        raise ValueError(f"{asked_by}: {folder} is no EAGLE-3 checkpoint ({error!r})") from None
     if not files:
         raise ValueError(
-            f"train.warm_start: {folder} has no .safetensors file; pickled weights are not read, convert them first"
+            f"{asked_by}: {folder} has no .safetensors file; pickled weights are not read, convert them first"
         )
     tensors: dict[str, torch.Tensor] = {}
     for path in files:
         try:
             tensors |= {_our_name(name): value for name, value in load_file(path).items()}
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"train.warm_start: {path} is not readable: {error}") from None
-    token_ids = _token_ids(folder, tensors)
+            raise ValueError(f"{asked_by}: {path} is not readable: {error}") from None
+    token_ids = _token_ids(f"{asked_by}: {folder}", tensors)
     learnt = {name: value for name, value in tensors.items() if not name.startswith(ELSEWHERE)}
-    told = digest([digest_file(path) for path in (folder / CONFIG, *files)])
-    return Checkpoint(folder, told, own, flags, window, rope, learnt, token_ids)
+    read = (folder / CONFIG, *files)
+    return Checkpoint(
+        folder=folder,
+        form="speculators" if speculators else "plain",
+        digest=digest([digest_file(path) for path in read]),
+        files=read,
+        config=own,
+        layer=layer,
+        embed_tokens=tensors.get("embed_tokens.weight"),
+        flags=flags,
+        sliding_window=window,
+        rope_parameters=rope,
+        tensors=learnt,
+        token_ids=token_ids,
+    )
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The safetensors files: those that the index names, if there is one; else all. Raises ValueError for others."""
+    index = folder / INDEX_FILE
+    if not index.is_file():
+        return sorted(folder.glob("*.safetensors"))
+    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    foreign = [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]
+    if foreign:
+        raise ValueError(f"{INDEX_FILE} names {visible(foreign[0])}, which is no .safetensors file of this folder")
+    return [folder / name for name in names]
 
 
 def _our_name(name: str) -> str:
@@ -138,15 +174,18 @@ def _our_name(name: str) -> str:
     return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
 
 
-def _token_ids(folder: Path, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+def _token_ids(place: str, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     """Verifier ids of the checkpoint's draft tokens, ascending; takes d2t and t2d out of the tensors."""
     d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    for name, value, dims in (("d2t", d2t, 1), ("t2d", t2d, 1), ("lm_head.weight", tensors.get("lm_head.weight"), 2)):
+        if value is not None and value.dim() != dims:
+            raise ValueError(f"{place}: {name} has shape {list(value.shape)} instead of {dims} dimensions")
     rows = len(tensors["lm_head.weight"]) if "lm_head.weight" in tensors else len(d2t) if d2t is not None else 0
     ids = torch.arange(rows) if d2t is None else torch.arange(len(d2t)) + d2t.long()
     if len(ids) != rows or (ids[1:] <= ids[:-1]).any() or (len(ids) and ids[0] < 0):
-        raise ValueError(f"train.warm_start: {folder}: d2t does not fit its {rows} head rows, or its ids do not ascend")
+        raise ValueError(f"{place}: d2t does not fit its {rows} head rows, or its ids do not ascend")
     if t2d is not None and not torch.equal(t2d.bool().nonzero().flatten(), ids):
-        raise ValueError(f"train.warm_start: {folder}: d2t and t2d name different tokens")
+        raise ValueError(f"{place}: d2t and t2d name different tokens")
     return ids
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 Points = Sequence[tuple[float, float]]
 
+MOST_DOTS = 40  # of a line; with more points they are not marked
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 480, 220, 52, 34, 12, 12
 
 
@@ -37,7 +38,8 @@ def line_chart(title: str, x_label: str, lines: Mapping[str, Points]) -> str:
         path = " ".join(place(x, y) for x, y in line)
         told = escape(f"{name}: {line[-1][1]:.3g} at {line[-1][0]:,.0f}")
         marks.append(f'<g class="line l{number % 6}"><title>{told}</title><polyline points="{path}"/>')
-        marks += [f'<circle cx="{p.split(",")[0]}" cy="{p.split(",")[1]}" r="2.5"/>' for p in path.split(" ")]
+        dots = path.split(" ") if len(line) <= MOST_DOTS else []
+        marks += ['<circle cx="{}" cy="{}" r="2.5"/>'.format(*dot.split(",")) for dot in dots]
         marks.append("</g>")
         keys.append(f'<span class="key l{number % 6}">{escape(name)}</span>')
     summary = escape("; ".join(f"{name} ends at {line[-1][1]:.3g}" for name, line in lines.items() if line))
@@ -48,7 +50,7 @@ def line_chart(title: str, x_label: str, lines: Mapping[str, Points]) -> str:
 
 def _padded(low: float, high: float) -> tuple[float, float]:
     room = (high - low) * 0.08 or abs(high) * 0.1 or 1.0
-    return low - room, high + room
+    return (low - room if low < 0 or low > room else 0.0), high + room
 
 
 def read_curve(path: Path) -> list[tuple[float, float]]:

@@ -14,7 +14,6 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
-from eagle3 import schemas
 from eagle3.console import Progress, say, visible
 from eagle3.params import EngineParams, GenerateParams, ReasoningParams, VerifierParams
 from eagle3.reasoning import Pieces, ThinkingFinder, parser_name
@@ -34,13 +33,13 @@ from eagle3.serving.answers import (
 )
 from eagle3.serving.client import HELLO, TOO_LONG, Client, Outcome, Service, run_async
 from eagle3.serving.engine import vllm_package
+from eagle3.serving.references import read_prompts, reference_row, takes_reference
 from eagle3.serving.server import LocalServers
 from eagle3.serving.thinking import ParserCheck, budget_remedy, parser_remedy, thinking_arguments
-from eagle3.tables import Account, Row, read_table
+from eagle3.tables import Account, Row
 from eagle3.verifier import VerifierIdentity, load_tokenizer, locate_verifier, prompt_ids
 from eagle3.workstore import RowStore, work_root
 
-SPLITS = ("train", "validation")
 FAILURES_SHOWN = 5
 
 
@@ -66,12 +65,6 @@ class Quantiles:
         return 0.0
 
 
-def read_prompts(folder: Path) -> Iterator[Row]:
-    """The prompts that are to be answered, in order."""
-    for split in SPLITS:
-        yield from read_table(folder / f"{split}.parquet", schemas.PROMPTS)
-
-
 @dataclass
 class Generation:
     """One run over the prompts in `folder`."""
@@ -92,10 +85,11 @@ class Generation:
     output_tokens: int = 0  # written in that time
 
     def wanted(self) -> Iterator[tuple[Row, int]]:
-        """The prompts to answer, in order, and the number of the answer."""
+        """The prompts to ask, in order, and the number of the answer."""
         for prompt in read_prompts(self.folder):
-            for sample in range(self.params.samples_per_prompt):
-                yield prompt, sample
+            if not takes_reference(prompt, self.params):
+                for sample in range(self.params.samples_per_prompt):
+                    yield prompt, sample
 
     def find_engine(self) -> None:
         """Learn what will answer: the installed vLLM, or what the endpoints say. Raises ValueError for a mismatch."""
@@ -262,21 +256,31 @@ class Generation:
 
     def rows(self, account: Account) -> Iterator[Row]:
         """Rows of schemas.RESPONSES for the prompts of today; the others go to the account."""
-        for prompt, sample in self.wanted():
-            account.rows_in += 1
-            question = make_question(prompt, self.params, sample)
-            key = self.key(question)
-            unit = self.store.get(key)
-            if unit is None:
-                refusal = self._stored_refusal(key) or self._failure(key)
-                account.reject(question.row_id, refusal.reason, refusal.detail)
+        for prompt in read_prompts(self.folder):
+            if takes_reference(prompt, self.params):
+                account.rows_in += 1
+                account.rows_out += 1
+                self.counts["references"] += 1
+                yield reference_row(prompt, self.params, self.identity)
                 continue
-            row = response_row(
-                prompt, sample, unit, self.params.chat_template_kwargs, self.identity.digest, self.engine
-            )
-            account.rows_out += 1
-            self._measure(row)
-            yield row
+            for sample in range(self.params.samples_per_prompt):
+                account.rows_in += 1
+                row = self._row(prompt, sample, account)
+                if row is not None:
+                    account.rows_out += 1
+                    self._measure(row)
+                    yield row
+
+    def _row(self, prompt: Row, sample: int, account: Account) -> Row | None:
+        """The stored answer to one question; None, and an entry in the account, where there is none."""
+        question = make_question(prompt, self.params, sample)
+        key = self.key(question)
+        unit = self.store.get(key)
+        if unit is None:
+            refusal = self._stored_refusal(key) or self._failure(key)
+            account.reject(question.row_id, refusal.reason, refusal.detail)
+            return None
+        return response_row(prompt, sample, unit, self.params.chat_template_kwargs, self.identity.digest, self.engine)
 
     def _failure(self, key: str) -> Refusal:
         unit = self.store.get(failure_key(key))
@@ -299,6 +303,7 @@ class Generation:
     def metrics(self) -> dict[str, Any]:
         """Sums over the rows, and what this run had to do for them."""
         names = ["finish_stop", "finish_length", "prompt_tokens", "completion_tokens", "with_reasoning", "retried"]
+        names += ["references"] if self.params.reference_share else []
         found: dict[str, Any] = {name: self.counts[name] for name in [*names, "requests_sent", "reused"]}
         found["tokens_per_second"] = round(self.output_tokens / self.seconds, 2) if self.seconds else 0.0
         for percent in (50, 90, 99):

@@ -3,27 +3,24 @@
 import http.client
 import json
 import os
-import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from eagle3.console import say, visible
 from eagle3.params import EngineParams, VerifierParams
 from eagle3.serving.devices import WHOLE_MACHINE, Share, device_shares
 from eagle3.serving.engine import engine_arguments, engine_environment
+from eagle3.serving.ports import HOST, free_port, free_ports
 from eagle3.serving.process import last_words, signal_group, start_child
 
-HOST = "127.0.0.1"
-#: Below those that a system gives to outgoing connections: a port that is free now is free when its server gets there.
-PORTS = range(15_000, 30_000)
 GRACE_S = 15
 NEWS_EVERY_S = 15
 POLL_S = 0.5
@@ -52,12 +49,13 @@ class LocalServer:
         *,
         port: int | None = None,
         share: Share = WHOLE_MACHINE,
+        command: list[str] | None = None,
     ):
-        """port: None = any that is free."""
+        """port: None = any that is free. command: in place of `server_command`, for the same port."""
         self.log_path = log_path
         self._start_timeout_s = engine.start_timeout_s
         self._port = port or free_port()
-        self._command = server_command(verifier, engine, folder, self._port)
+        self._command = command or server_command(verifier, engine, folder, self._port)
         self._share = share
         with share.confined():
             self._environment = engine_environment(engine) | share.environment
@@ -191,14 +189,23 @@ class LocalServers:
         return failures[0] if all(failures) else None
 
 
-def server_command(verifier: VerifierParams, engine: EngineParams, folder: Path, port: int) -> list[str]:
-    """Command line of the server. The served name is verifier.model."""
-    arguments: dict[str, Any] = engine_arguments(verifier, engine, folder) | {
+def server_command(
+    verifier: VerifierParams,
+    engine: EngineParams,
+    folder: Path,
+    port: int,
+    draft: Path | None = None,
+    further: Mapping[str, Any] = MappingProxyType({}),
+) -> list[str]:
+    """Command line of the server, with this draft or none. The served name is verifier.model, unless `further`
+    arguments, by their Python names, say another."""
+    arguments: dict[str, Any] = engine_arguments(verifier, engine, folder, draft) | {
         "host": HOST,
         "port": port,
         "served_model_name": verifier.model,
         "chat_template": verifier.chat_template,
         "disable_uvicorn_access_log": True,
+        **further,
     }
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     for name, value in arguments.items():
@@ -231,22 +238,3 @@ def _option(name: str, value: Any) -> list[str]:
             return [f"--{name}", *map(str, value)]
         case _:
             return [f"--{name}", str(value)]
-
-
-def free_port() -> int:
-    """A port of this machine's loopback that nobody has."""
-    return free_ports(1)[0]
-
-
-def free_ports(count: int) -> list[int]:
-    """So many of them, all different. Raises ValueError when there are not so many."""
-    found: list[int] = []
-    with ExitStack() as held:
-        for port in random.SystemRandom().sample(PORTS, len(PORTS)):
-            probe = held.enter_context(socket.socket())
-            with suppress(OSError):
-                probe.bind((HOST, port))
-                found.append(port)
-            if len(found) == count:
-                return found
-    raise ValueError(f"{HOST} has no {count} free ports from {PORTS.start} to {PORTS.stop - 1}")

@@ -74,8 +74,8 @@ class Decoder:
         return Decoded(setting, self.arm, answers, [Forward(*f) for f in told["forwards"]], told["counters"])
 
 
-def sampling_fields(own: EvaluateParams, prompt: Prompt, room: int) -> dict[str, Any]:
-    """Every sampling field of one prompt, explicit; `room` is what the context leaves."""
+def sampling_of(own: EvaluateParams) -> dict[str, Any]:
+    """Every sampling field that all prompts share, explicit."""
     return {
         "temperature": own.temperature,
         "top_p": 1.0,
@@ -84,6 +84,12 @@ def sampling_fields(own: EvaluateParams, prompt: Prompt, room: int) -> dict[str,
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
+    }
+
+
+def sampling_fields(own: EvaluateParams, prompt: Prompt, room: int) -> dict[str, Any]:
+    """Every sampling field of one prompt; `room` is what the context leaves."""
+    return sampling_of(own) | {
         "seed": derived_seed(own.seed, prompt.prompt_id),
         "max_tokens": min(own.max_new_tokens, room),
         "detokenize": False,

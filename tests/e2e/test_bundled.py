@@ -1,27 +1,31 @@
-"""The bundled verifier end to end: what `make demo` does, on fewer prompts, up to the command that serves the draft."""
+"""The bundled verifier end to end, from an installed wheel: `eagle3 init`, `dvc repro`, the draft served.
+
+It is what `make demo` does in the checkout, on fewer prompts.
+"""
 
 import json
-import os
-import shlex
+import re
+import resource
 import signal
 import subprocess
-import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from benchmarks.project import ROOT, Project
+from eagle3.evaluation import choose_prompts
 from eagle3.params import load_params
-from eagle3.serving.server import free_port
+from eagle3.serving.ports import free_port
 from eagle3.serving.speculative import Decoder, sampling_fields, settings
 from eagle3.verifier import locate_verifier, read_identity
-from stages.evaluate import choose, in_float32
+from stages.evaluate import in_float32
 from tests.draft_parity import equal_drafts
+from tests.wheel import InstalledProject, install_wheel
 
 pytestmark = pytest.mark.slow
 
@@ -41,14 +45,62 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
-    """A project of 56 starter prompts that has run once, with an own copy of everything but the converted verifier."""
-    made = Project(tmp_path_factory.mktemp("bundled") / "project")
+    """A project of 56 starter prompts that has run once. The checkout is nowhere on its way."""
+    folder = tmp_path_factory.mktemp("bundled")
     lines = (ROOT / "data/prompts/starter.jsonl").read_text().splitlines()
-    (made.folder / "data/prompts").mkdir(parents=True)
-    (made.folder / "data/prompts/starter.jsonl").write_text("\n".join(lines[:56]) + "\n")
-    made.edit([{"path": "data/prompts/starter.jsonl"}], SETTINGS)
+    (folder / "starter.jsonl").write_text("\n".join(lines[:56]) + "\n")
+    options = [word for name, value in SETTINGS.items() for word in ("-S", f"{name}={value}")]
+    prompts = ["--prompts", str(folder / "starter.jsonl")]
+    made = InstalledProject(install_wheel(folder / "wheel"), folder / "project", [*prompts, *options])
     made.run("dvc", "repro")
+    made.commit("first run")
     return made
+
+
+def output(project: Project, *command: str) -> str:
+    """What a command that succeeds prints in the project."""
+    environment = project.environment()
+    done = subprocess.run(command, cwd=project.folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_all_code_is_that_of_the_wheel(project: Project) -> None:
+    for package in ("eagle3", "stages"):
+        place = output(project, "python", "-c", f"import {package}; print({package}.__file__)").strip()
+        assert Path(place).is_relative_to(project.folder.parent / "wheel")
+    assert str(ROOT) not in (project.folder / "dvc.lock").read_text()
+
+
+def test_nothing_to_do_costs_less_than_5_seconds_of_processor_time(project: Project) -> None:
+    """And so it says: only the two stages that look each time run."""
+    costs = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        printed = output(project, "dvc", "repro")
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        costs.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        assert set(re.findall(r"Running stage '([\w-]+)'", printed)) == {"library", "verifier"}
+    assert min(costs) < 5, costs
+    assert project.changed_files() == []
+
+
+def test_an_upgrade_reruns_the_stages_whose_code_it_changed(project: Project) -> None:
+    installed = Path(output(project, "python", "-c", "import eagle3.gates; print(eagle3.gates.__file__)").strip())
+    text = installed.read_text()
+    try:
+        installed.write_text(text + "# another version\n")
+        project.run("dvc", "repro", "--quiet", "library")
+        changed = set(json.loads(output(project, "dvc", "status", "--json")))
+        assert changed - {"library", "verifier"} == {"extract", "evaluate"}
+    finally:
+        installed.write_text(text)
+        project.run("dvc", "repro", "--quiet", "library")
+
+
+def test_the_doctor_finds_nothing_that_stops_a_run(project: Project) -> None:
+    found = output(project, "eagle3", "doctor")
+    assert "a run fits" in found and "KV cache" in found and "STOPS" not in found
 
 
 def test_the_recorded_states_explain_what_the_verifier_wrote(project: Project) -> None:
@@ -74,7 +126,9 @@ def test_vllm_drafts_what_the_trained_draft_proposes(project: Project, monkeypat
     draft, folder = project.folder / "data/draft", locate_verifier(params.verifier)
     setting = settings(params.evaluate)[0]
     steps = setting.num_speculative_tokens
-    chosen = choose(project.folder / "data/prompts/evaluation.parquet", params)
+    chosen = choose_prompts(
+        project.folder / "data/prompts/evaluation.parquet", params.verifier, params.generate, params.evaluate
+    )
     with Decoder(params.verifier, params.engine, folder, draft, steps) as decoder:
         decoder.wait_until_ready()
         sampling = [[sampling_fields(params.evaluate, prompt, 32)] for prompt in chosen]
@@ -114,14 +168,26 @@ def test_metrics_and_plots_are_shown_by_dvc(project: Project) -> None:
     assert "expected_acceptance_length" in page
 
 
-def test_the_summary_names_a_command_that_serves_the_draft(project: Project) -> None:
-    shown = subprocess.run(
-        ["eagle3", "summary"], cwd=project.folder, env=project.environment(), capture_output=True, text=True, check=True
-    ).stdout
-    assert "acceptance length:" in shown
-    command = shown.strip().splitlines()[-1].strip()
+def test_the_whole_chain_is_proven(project: Project) -> None:
+    checked = output(project, "eagle3", "lineage", "--check", "--json")
+    links = {link["name"]: link["status"] for link in json.loads(checked)["links"]}
+    assert set(links.values()) == {"proven", "agrees"} and links["answers"] == links["prompts"] == "proven"
+    told = output(project, "eagle3", "lineage")
+    assert "data/prompts/starter.jsonl md5" in told and "max_new_tokens 48" in told
+    card = output(project, "eagle3", "card")
+    assert "base_model: HuggingFaceTB/SmolLM2-135M-Instruct" in card and "| `speedup` |" in card
+    assert "Not measured" in (project.folder / "data/draft/README.md").read_text()
+
+
+def test_the_draft_is_served_until_ctrl_c(project: Project) -> None:
+    """As exported for others and brought back, which is the same draft."""
+    assert output(project, "eagle3", "summary").rstrip().endswith("eagle3 serve")
+    output(project, "eagle3", "export", "data/draft", "shared", "--format", "speculators")
+    output(project, "eagle3", "import", "shared", "back")
     port = free_port()
-    with serving(project, command.replace("--port 8000", f"--port {port}"), port):
+    printed = output(project, "eagle3", "serve", "--draft", "back", "--port", str(port), "--print")
+    assert f"--port {port}" in printed and '"num_speculative_tokens": 3' in printed
+    with serving(project, port, "--draft", "back") as process:
         body = {"model": json.loads(get(port, "/v1/models"))["data"][0]["id"], "max_tokens": 16, "temperature": 0}
         body["messages"] = [{"role": "user", "content": "Name the five largest countries by area."}]
         request = urllib.request.Request(
@@ -135,6 +201,12 @@ def test_the_summary_names_a_command_that_serves_the_draft(project: Project) -> 
             line for line in get(port, "/metrics").splitlines() if line.startswith("vllm:spec_decode_num_drafts")
         ]
         assert sum(float(line.rpartition(" ")[2]) for line in drafted) > 0
+        everything = [process, *psutil.Process(process.pid).children(recursive=True)]
+        assert len(everything) > 1
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+        assert not any(psutil.pid_exists(other.pid) for other in everything[1:])
+    assert (project.folder / f".work/logs/serve-{port}.log").stat().st_size > 0
 
 
 def get(port: int, path: str) -> str:
@@ -144,33 +216,19 @@ def get(port: int, path: str) -> str:
 
 
 @contextmanager
-def serving(project: Project, command: str, port: int) -> Iterator[None]:
-    """The command as a user's shell runs it, until it answers; ended by its process group."""
-    log = Path(project.folder / "serve.log")
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            shlex.split(command),
-            cwd=project.folder,
-            env=project.environment(),
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
+def serving(project: Project, port: int, *words: str) -> Iterator["subprocess.Popen[str]"]:
+    """`eagle3 serve` from the line on which it says that it serves."""
+    process = subprocess.Popen(
+        ["eagle3", "serve", "--port", str(port), *words],
+        cwd=project.folder,
+        env=project.environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
-        deadline = time.monotonic() + 240
-        while True:
-            assert process.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() < deadline, log.read_text()[-3000:]
-            try:
-                get(port, "/health")
-                break
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.5)
-        yield
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith(f"http://127.0.0.1:{port}/v1 serves bundled:smollm2-135m-think")
+        yield process
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(30)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+        process.terminate()
+        process.wait(60)

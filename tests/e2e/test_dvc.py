@@ -1,5 +1,6 @@
 """The pipeline as its users run it: DVC on a project of its own, real vLLM, a tiny verifier."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -49,12 +50,13 @@ def dvc(project: Project, *words: str, fails: bool = False) -> str:
     return done.stdout
 
 
-def verify(project: Project) -> None:
-    """All that the pipeline wrote is whole by its own account."""
-    command = [sys.executable, "-m", "eagle3.cli", "verify"]
+def eagle3(project: Project, *words: str) -> str:
+    """Run the eagle3 command in the project; returns all that it printed."""
+    command = [sys.executable, "-m", "eagle3.cli", *words]
     environment = project.environment()
     done = subprocess.run(command, cwd=project.folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def ran(printed: str) -> set[str]:
@@ -93,7 +95,23 @@ def test_every_stage_accounts_for_its_rows(project: Project) -> None:
     assert project.metrics("extract")["rows_out"] == project.metrics("train")["rows_in"]
     assert project.metrics("extract")["head_agreement"] >= 0.97
     assert project.metrics("evaluate")["num_prompts"] == 3
-    verify(project)
+    eagle3(project, "verify")
+
+
+def test_an_evaluation_explains_itself_and_is_no_better_than_itself(project: Project) -> None:
+    """The draft that is served proposes what the trained one does; the page has all parts; compared with its commit."""
+    numbers = project.metrics("evaluate")
+    assert numbers["estimate"]["steps"] > 20
+    assert numbers["estimate"]["equal_steps"] >= 0.97  # float32
+    assert numbers["best_by_batch_size"].keys() <= {"1", "4", "16"}
+    assert (project.folder / "data/evaluation/report.html").stat().st_size > 20_000
+    eagle3(project, "report", "--against", "HEAD")
+    page = (project.folder / "report.html").read_text()
+    assert all(f'<h2 id="{part}">' in page for part in ("speed", "where", "comparison", "training", "data", "lineage"))
+    told = eagle3(project, "compare", ".", "HEAD")
+    (overall,) = [line for line in told.splitlines() if line.startswith("  all prompts")]
+    assert overall.split()[-2:] == ["not", "distinguishable"]
+    assert "that differ" not in told
 
 
 def test_a_second_repro_does_nothing_and_is_quick(project: Project) -> None:
@@ -104,9 +122,23 @@ def test_a_second_repro_does_nothing_and_is_quick(project: Project) -> None:
 
 
 def test_an_experiment_reruns_only_what_reads_the_setting(project: Project) -> None:
-    printed = dvc(project, "exp", "run", "-S", "train.learning_rate=5e-4", "train")
+    printed = dvc(project, "exp", "run", "--name", "slower", "-S", "train.learning_rate=5e-4", "train")
     assert ran(printed) == {"train"}
     assert "learning_rate: 0.0005" in (project.folder / "params.yaml").read_text()
+
+
+def test_a_draft_of_a_revision_or_an_experiment_is_proven(project: Project) -> None:
+    """Of what the workspace has not checked out, and of an experiment that ran in a folder of its own."""
+    project.restore()
+    dvc(project, "exp", "run", "--temp", "--name", "apart", "-S", "train.learning_rate=2e-4", "train")
+    for name, rate in (("HEAD", None), ("slower", 0.0005), ("apart", 0.0002)):
+        found = json.loads(eagle3(project, "lineage", name, "--check", "--json"))
+        assert {link["status"] for link in found["links"]} == {"proven", "agrees"}, found["links"]
+        lineage = found["lineage"]
+        assert rate is None or lineage["train"]["learning_rate"] == rate
+        assert set(lineage["origin"]["stages"]) == {"extract", "reconstruct-tokens", "generate", "prompts", "verifier"}
+    dvc(project, "push")
+    assert "objects are there" in eagle3(project, "lineage", "HEAD", "--remote")
 
 
 def test_a_setting_of_generate_reruns_from_there(project: Project) -> None:
@@ -142,7 +174,7 @@ def test_push_and_pull_give_identical_bytes(project: Project) -> None:
         shutil.rmtree(project.folder / "data" / name)
     dvc(project, "pull")
     assert outs(project) == before
-    verify(project)
+    eagle3(project, "verify")
     assert ran(dvc(project, "repro")) == set()
 
 

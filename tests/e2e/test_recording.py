@@ -25,7 +25,7 @@ from eagle3.serving.connector import FinishedRequest, StateWriter, hidden_state_
 from eagle3.serving.recorder import Placement, digest_ids
 from eagle3.shards import Sample, open_shard, write_shard
 from eagle3.tables import Row, read_table
-from eagle3.verifier import load_head
+from eagle3.verifier_head import load_head
 from stages.extract import extract
 from tests.tiny_verifiers import build_tiny_verifier
 from tests.token_tables import (

@@ -28,7 +28,8 @@ from eagle3.reconciliation import Reconciliation, is_large
 from eagle3.serving.speculative import Decoder, answers_to_decode, decode_settings
 from eagle3.shards import Sample
 from eagle3.speed import step_seconds, worth_of_tokens
-from eagle3.verifier import identify_verifier, load_head
+from eagle3.verifier import identify_verifier
+from eagle3.verifier_head import load_head
 from tests.draft_data import verifier_params
 from tests.draft_parity import equal_drafts
 
