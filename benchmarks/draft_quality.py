@@ -163,7 +163,11 @@ class Peer:
             threads = {name: str(len(usable_cores())) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
             environment = os.environ | threads | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
             command = [interpreter, script, self.data / "rows.jsonl", self.data / "dataset", training, *arguments]
-            subprocess.run(list(map(str, command)), cwd=self.run, env=environment, check=True)
+            done = subprocess.run(list(map(str, command)), cwd=self.run, env=environment, check=False)
+            if done.returncode:
+                raise SystemExit(
+                    f"the peer did not finish its training in {self.run}; the same command starts it again"
+                )
         return (checkpoints / "checkpoint_best").resolve()
 
     def numbers(self, measured: dict[str, Any]) -> dict[str, Any]:
