@@ -8,11 +8,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from benchmarks import compression, increment, record, scale, store
+from benchmarks import compression, draft_quality, increment, record, scale, store
+from eagle3.draft.data import read_corpus
+from eagle3.draft.vocab import DraftVocabulary
 from eagle3.schemas import STATES
 from eagle3.tables import INDEX, Row, read_table
+from tests.draft_data import write_states
 from tests.dvc_project import make_project
+from tests.test_draft_data import VERIFIER, make_sample, make_text
 from tests.test_extract import Run, make_row
 
 
@@ -101,3 +107,53 @@ def test_planes_that_repeat_compress_and_noise_does_not() -> None:
     assert found["low"].numbers()["ratio"] == pytest.approx(1, abs=0.01)
     assert found["planes"].numbers()["ratio"] == pytest.approx(2, abs=0.05)
     assert found["planes"].original == found["whole"].original == piece.size
+
+
+def test_the_peer_reads_the_same_samples_and_holds_out_the_same(tmp_path: Path) -> None:
+    splits = ["validation", "train", "train", "validation", "train"]
+    texts = [make_text(number, 8 + number, 4, split) for number, split in enumerate(splits)]
+    states = [
+        replace(sample, aux_hidden_states=torch.randn(len(sample.input_ids), 12)) for sample in map(make_sample, texts)
+    ]
+    write_states(tmp_path / "states", texts, states, VERIFIER, per_shard=2)
+    vocabulary = DraftVocabulary(torch.tensor([2, 5, 7]), VERIFIER.vocab_size, 1.0)
+    corpus = read_corpus(tmp_path / "states", VERIFIER)
+    draft_quality.write_data(corpus, vocabulary, tmp_path / "peer")
+    order = [1, 2, 4, 0, 3]
+    rows = [json.loads(line) for line in (tmp_path / "peer/rows.jsonl").read_text().splitlines()]
+    assert [row["input_ids"] for row in rows] == [texts[number].input_ids for number in order]
+    assert [row["loss_mask"] for row in rows] == [list(map(int, texts[number].loss_mask)) for number in order]
+    for row, number in enumerate(order):
+        found = load_file(tmp_path / f"peer/hidden_states/hs_{row}.safetensors")
+        assert found["token_ids"].tolist() == texts[number].input_ids
+        assert torch.equal(found["hidden_states"][:, :-1].flatten(1), states[number].aux_hidden_states)
+        assert torch.equal(found["hidden_states"][:, -1], states[number].last_hidden_states)
+    assert np.load(tmp_path / "peer/d2t.npy").tolist() == [2, 4, 5]
+    assert np.load(tmp_path / "peer/t2d.npy").nonzero()[0].tolist() == [2, 5, 7]
+
+
+def test_the_peer_cuts_the_samples_where_ours_are_cut() -> None:
+    for train in range(1, 600):
+        for validation in (1, 2, 23, 300):
+            ratio = draft_quality.train_ratio(train, validation)
+            assert 0 < ratio < 1 and int((train + validation) * ratio) == train
+
+
+def test_drafts_are_compared_question_by_question() -> None:
+    one = {"a": [30, 10], "b": [20, 10], "c": [20, 20], "d": [10, 8]}
+    assert draft_quality.difference_interval(one, dict(reversed(one.items()))) == [0.0, 0.0]
+    faster = {prompt: [emitted + steps, steps] for prompt, (emitted, steps) in one.items()}
+    assert draft_quality.difference_interval(faster, one) == [1.0, 1.0]
+    uneven = one | {"b": [40, 10]}
+    low, high = draft_quality.difference_interval(uneven, one) or (0.0, 0.0)
+    assert low == 0.0 and high > 0.5  # of four questions, none or most may be the one that differs
+    assert draft_quality.difference_interval({"a": [30, 10], "b": [20, 10]}, one) is None
+
+
+@pytest.mark.parametrize(("length", "promised"), [(1.0, 1.9), (1.4, 1.9), (1.2, 1.0)])
+def test_a_draft_that_is_not_served_as_it_was_trained_is_an_error(length: float, promised: float) -> None:
+    served = {"metrics": {"acceptance_length": 1.5, "num_drafts": 7}, "by_prompt": {}}
+    found = draft_quality.summary(served, 1.9, 12, 3.0)
+    assert found == served["metrics"] | {"expected_acceptance_length": 1.9, "steps": 12, "seconds": 3.0}
+    with pytest.raises(SystemExit, match="not served"):
+        draft_quality.summary({"metrics": {"acceptance_length": length}}, promised, 12, 3.0)
