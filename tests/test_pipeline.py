@@ -120,6 +120,13 @@ def test_every_out_is_ignored_by_a_committed_entry() -> None:
         assert result.stdout.startswith(".gitignore:"), out
 
 
+def test_dvc_finds_one_pipeline_here() -> None:
+    """The copy of dvc.yaml that `eagle3 init` starts from is none."""
+    command = ["dvc", "stage", "list", "--all", "--name-only"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert listed.split() == list(STAGES)
+
+
 def test_params_hold_no_defaults_and_no_behaviour() -> None:
     for node in tree("eagle3/params.py").body:
         if isinstance(node, ast.ClassDef):

@@ -173,7 +173,7 @@ def test_the_whole_chain_is_proven(project: Project) -> None:
     links = {link["name"]: link["status"] for link in json.loads(checked)["links"]}
     assert set(links.values()) == {"proven", "agrees"} and links["answers"] == links["prompts"] == "proven"
     told = output(project, "eagle3", "lineage")
-    assert "data/prompts/starter.jsonl md5" in told and "max_new_tokens 48" in told
+    assert " prompts/starter.jsonl md5" in told and "max_new_tokens 48" in told
     card = output(project, "eagle3", "card")
     assert "base_model: HuggingFaceTB/SmolLM2-135M-Instruct" in card and "| `speedup` |" in card
     assert "Not measured" in (project.folder / "data/draft/README.md").read_text()
