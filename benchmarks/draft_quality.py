@@ -104,7 +104,7 @@ def measure(project: Project, draft: Path) -> dict[str, Any]:
                 progress.advance()
         require_counters(decoded)
         answers = [answer for batch in decoded for answer in batch.answers]
-        by_prompt = {a.prompt.prompt_id: [sum(step.emitted for step in a.steps), len(a.steps)] for a in answers}
+        by_prompt = {a.prompt.prompt_id: [a.emitted, len(a.steps)] for a in answers}
         kept.parent.mkdir(parents=True, exist_ok=True)
         found = {"metrics": count_steps(answers, tokens).metrics(), "by_prompt": by_prompt}
         write_file(kept, json.dumps(found).encode())

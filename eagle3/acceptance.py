@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from eagle3.intervals import ratio_interval
+from eagle3.intervals import Sums, ratio_interval
 
 Row = dict[str, Any]
 ARMS = ("plain", "draft")
@@ -63,6 +63,11 @@ class Answer:
     finish_reason: str
     seconds: float
     steps: list[Step]
+
+    @property
+    def emitted(self) -> int:
+        """Tokens that came out of steps that judged a draft."""
+        return sum(step.emitted for step in self.steps)
 
 
 @dataclass(frozen=True)
@@ -176,6 +181,11 @@ def summarise(answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def _summary(answers: Sequence[Answer]) -> dict[str, float]:
+    return {**totals(answers), **length_interval(answers)}
+
+
+def totals(answers: Sequence[Answer]) -> dict[str, float]:
+    """Acceptance and speed of one setting over these prompts, without an interval."""
     acceptance = count_steps(answers, answers[0].setting.num_speculative_tokens)
     # a batch's seconds are shared by its answers, so that categories of one batch add up
     together: dict[tuple[str, int], int] = defaultdict(int)
@@ -188,18 +198,20 @@ def _summary(answers: Sequence[Answer]) -> dict[str, float]:
     rates = {arm: tokens[arm] / max(seconds[arm], 1e-9) for arm in ARMS}
     return {
         **acceptance.metrics(),
-        **length_interval(answers),
         **{f"tokens_per_second_{arm}": rates[arm] for arm in ARMS},
         "speedup": rates["draft"] / rates["plain"] if rates["plain"] else 0.0,
         "num_prompts": len({answer.prompt.prompt_id for answer in answers}),
     }
 
 
+def emitted_and_steps(answers: Sequence[Answer]) -> tuple[Sums, Sums]:
+    """Of each answer the tokens that came out of its steps, and the number of these: [answers] both."""
+    return np.array([answer.emitted for answer in answers], float), np.array([len(a.steps) for a in answers], float)
+
+
 def length_interval(answers: Iterable[Answer]) -> dict[str, float]:
     """Both ends of the acceptance length's confidence interval; nothing where there are too few prompts."""
-    drafted = [answer for answer in answers if answer.steps]
-    emitted = np.array([sum(step.emitted for step in answer.steps) for answer in drafted], float)
-    interval = ratio_interval(emitted, np.array([len(answer.steps) for answer in drafted], float))
+    interval = ratio_interval(*emitted_and_steps([answer for answer in answers if answer.steps]))
     return {} if interval is None else {"acceptance_length_low": interval.low, "acceptance_length_high": interval.high}
 
 

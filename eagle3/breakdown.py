@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from eagle3.acceptance import Answer, Prompt, Row
+from eagle3.acceptance import Answer, Row
 from eagle3.intervals import ratio_interval
-from eagle3.reasoning import Thinking, ThinkingFinder
+from eagle3.reasoning import ThinkingFinder
 
 STEP, TOKEN = "step", "token"
 #: Lower edges of the buckets of positions in the output and of prompt lengths, in tokens.
@@ -88,11 +88,13 @@ def bucket(value: int) -> str:
     return f"{EDGES[place]}+" if place + 1 == len(EDGES) else f"{EDGES[place]}-{EDGES[place + 1] - 1}"
 
 
-def segments(thinking: Thinking, prompt_length: int, length: int) -> list[tuple[str, int, int]]:
-    """The parts of an output of `length` tokens as (name, start, end), in order: thinking, answer, tool call."""
-    start, end = thinking.start - prompt_length, thinking.end - prompt_length
+def segments(answer: Answer, finder: ThinkingFinder) -> list[tuple[str, int, int]]:
+    """The parts of an output as (name, start, end), in order: thinking, answer, tool call."""
+    prompt, output = (np.asarray(ids, np.int32) for ids in (answer.prompt.ids, answer.output_ids))
+    thinking = finder.find(prompt, output, answer.finish_reason == "length")
+    start, end = thinking.start - len(prompt), thinking.end - len(prompt)
     last = "tool call" if thinking.ended_by == "tool_call" else "answer"
-    named = [("answer", 0, start), ("thinking", start, end), (last, end, length)]
+    named = [("answer", 0, start), ("thinking", start, end), (last, end, len(output))]
     return [part for part in named if part[2] > part[1]]
 
 
@@ -111,7 +113,7 @@ class Breakdown:
     def add(self, answer: Answer) -> None:
         """Count the steps of one answer that was decoded with the draft."""
         name, ids = answer.prompt.prompt_id, answer.output_ids
-        segment = self._segments(answer.prompt, ids, answer.finish_reason)
+        segment = [name for name, start, end in segments(answer, self.finder) for _ in range(start, end)]
         classes = self.words.classes(ids)
         fixed = [
             ("category", answer.prompt.category),
@@ -142,15 +144,6 @@ class Breakdown:
             for group in sorted(groups, key=_order):
                 sums = self._groups[kind, dimension, group]
                 yield {"counts": kind, "dimension": dimension, "group": group, **sums.row()}
-
-    def _segments(self, prompt: Prompt, ids: list[int], finish_reason: str) -> list[str]:
-        """The segment of each output token."""
-        named = [""] * len(ids)
-        prompt_ids, output = np.asarray(prompt.ids, np.int32), np.asarray(ids, np.int32)
-        thinking = self.finder.find(prompt_ids, output, finish_reason == "length")
-        for name, start, end in segments(thinking, len(prompt.ids), len(ids)):
-            named[start:end] = [name] * (end - start)
-        return named
 
 
 def _order(group: str) -> tuple[int, str]:

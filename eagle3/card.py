@@ -129,7 +129,7 @@ def _taught_by(lineage: Lineage) -> str:
     if lineage.imported is not None:
         return "Imported from a checkpoint that was trained elsewhere."
     asked = (lineage.origin.params if lineage.origin else {}).get("generate", {})
-    if asked.get("responses") == "reference":
+    if asked.get("reference_share") == 1:
         return "Trained on the answers of people, not on the verifier's own."
     return "Trained on what the verifier itself writes, thinking and answers, by training-time test."
 

@@ -17,7 +17,7 @@ from eagle3.doctor import examine
 from eagle3.estimate import as_json, as_lines, estimate_run
 from eagle3.findings import conclusion
 from eagle3.housekeeping import SHARED, freed, no_stage_running, remove, survey, table
-from eagle3.lineage import check_draft, read_lineage
+from eagle3.lineage import DRAFT, check_draft, read_lineage
 from eagle3.lineage_view import ask_lineage
 from eagle3.new_project import Wanted, start_project, usable_gpus, what_was_made
 from eagle3.pager import Color, print_paged, wants_color
@@ -36,7 +36,7 @@ from eagle3.serving.serve import (
 )
 from eagle3.serving.serve import serve as serve_forever
 from eagle3.serving.speculative import settings
-from eagle3.sharing import DRAFT, Form, evaluation_of, export_shared, full_card, import_checkpoint
+from eagle3.sharing import Form, evaluation_of, export_shared, full_card, import_checkpoint
 from eagle3.tables import count_parts
 from eagle3.tracked import open_tracked
 from eagle3.verification import IDENTITY, Fault, verify_places
@@ -195,8 +195,8 @@ def report(
     """Write one page without network about the last evaluation: speed, where the draft wins and loses, training, data,
     lineage, and every answer token by token. (data/evaluation/report.html is the same without training and data.)"""
     params = load_params(params_path)
-    sides = [find_side(name) for name in [".", *(against or [])]]
-    differences = [difference.row() for difference in compare_sides(sides)]
+    sides = [find_side(name) for name in [".", *against]] if against else []
+    differences = [difference.row() for difference in compare_sides(sides)] if sides else []
     write_file(out, render(project_report(Path(), params, differences)).encode())
     typer.echo(str(out))
 

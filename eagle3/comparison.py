@@ -12,19 +12,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 from ruamel.yaml import YAML
 
-from eagle3.acceptance import Answer, Row, Setting
+from eagle3.acceptance import Answer, Row, Setting, emitted_and_steps
 from eagle3.evaluation import read_answers
 from eagle3.intervals import Interval, ratio_interval
-from eagle3.tracked import copy_revision
+from eagle3.origin import LOCK, PARAMS, lock_entries, read_lock
+from eagle3.revisions import Revision
+from eagle3.tracked import open_tracked
 
-EVALUATION = Path("data/evaluation")
+EVALUATION, METRICS = Path("data/evaluation"), Path("data/metrics/evaluate.json")
 ALL = "all prompts"
-#: What a comparison reads of a project, relative to it; the first two it cannot do without.
-NEEDED = (EVALUATION / "steps.parquet", EVALUATION / "answers.parquet")
-USEFUL = (Path("params.yaml"), Path("dvc.lock"), Path("data/metrics/evaluate.json"))
+TABLES = ("steps.parquet", "answers.parquet")
+KEPT_BY_GIT = (PARAMS, str(LOCK), str(METRICS))
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,13 @@ def read_side(name: str, project: Path) -> Side:
     """
     folder = project / EVALUATION if (project / EVALUATION).is_dir() else project
     setting, answers = read_answers(folder)
-    lock = _yaml(project / "dvc.lock").get("stages", {})
-    data = {out["path"]: out["md5"] for stage in lock.values() for out in stage.get("outs", []) if "md5" in out}
-    metrics = project / "data/metrics/evaluate.json"
+    lock = project / LOCK
+    stages = read_lock(lock.read_text()) if lock.is_file() else {}
+    data = {path: md5 for stage in stages.values() for path, md5 in lock_entries(stage, "outs").items() if md5}
+    metrics = project / METRICS
     told = json.loads(metrics.read_text()) if metrics.is_file() else {}
     speed = {key: told[key] for key in ("speedup", "speedup_median") if key in told}
-    params = dict(_flat(_yaml(project / "params.yaml")))
+    params = dict(_flat(_yaml(project / PARAMS)))
     return Side(name, setting, {answer.prompt.prompt_id: answer for answer in answers}, params, data, speed)
 
 
@@ -103,10 +104,24 @@ def find_side(name: str) -> Side:
         return read_side(name, Path(name))
     with TemporaryDirectory(prefix="eagle3-compare-") as folder:
         try:
-            copy_revision(name, NEEDED, USEFUL, Path(folder))
+            _copy_revision(name, Path(folder))
         except ValueError as error:
             raise ValueError(f"{error}; {name} is neither a folder nor a revision that was evaluated") from None
         return read_side(name, Path(folder))
+
+
+def _copy_revision(name: str, folder: Path) -> None:
+    """What `read_side` reads, as it was in a revision. Raises ValueError for an unknown one, or one not evaluated."""
+    tracked = open_tracked()
+    if tracked is None:
+        raise ValueError("this folder lies in no DVC repository of revisions")
+    revision = Revision(tracked, name)
+    texts = {path: revision.text(path) for path in KEPT_BY_GIT}
+    data = {path: text.encode() for path, text in texts.items() if text is not None}
+    data |= {f"{EVALUATION}/{table}": revision.read(f"{EVALUATION}/{table}") for table in TABLES}
+    for path, content in data.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(content)
 
 
 def compare(sides: Sequence[Side]) -> list[Difference]:
@@ -139,16 +154,12 @@ def compare(sides: Sequence[Side]) -> list[Difference]:
 
 
 def _difference(first: Side, other: Side, group: str, names: Sequence[str]) -> Difference:
-    (ours, our_steps), (theirs, their_steps) = (_sums(side, names) for side in (first, other))
+    (ours, our_steps), (theirs, their_steps) = (
+        emitted_and_steps([side.answers[name] for name in names]) for side in (first, other)
+    )
     interval = ratio_interval(theirs, their_steps, (ours, our_steps))
     before, after = (float(a.sum() / max(b.sum(), 1)) for a, b in ((ours, our_steps), (theirs, their_steps)))
     return Difference(other.name, group, before, after, interval, len(names))
-
-
-def _sums(side: Side, names: Sequence[str]) -> tuple[Any, Any]:
-    steps = [side.answers[name].steps for name in names]
-    emitted = np.array([sum(step.emitted for step in own) for own in steps], float)
-    return emitted, np.array([len(own) for own in steps], float)
 
 
 def settings_that_differ(sides: Sequence[Side]) -> dict[str, list[Any]]:

@@ -4,6 +4,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from eagle3.acceptance import (
     require_counters,
     spread,
     summarise,
+    totals,
 )
 from eagle3.breakdown import Breakdown, Words, nested
 from eagle3.params import EngineParams, EvaluateParams, GenerateParams, VerifierParams
@@ -50,10 +52,9 @@ def choose_prompts(
 
 
 def break_down(
-    answers: Iterable[Answer], identity: VerifierIdentity, verifier: VerifierParams, in_vocabulary: Sequence[bool]
+    answers: Iterable[Answer], identity: VerifierIdentity, tokenizer: Any, in_vocabulary: Sequence[bool]
 ) -> list[Row]:
     """Rows of schemas.BREAKDOWN. in_vocabulary: by verifier id, whether the draft can propose it."""
-    tokenizer = load_tokenizer(verifier)
     pieces = Pieces(tokenizer)
     found = Breakdown(
         ThinkingFinder(identity.markers, pieces), Words(pieces, frozenset(tokenizer.all_special_ids)), in_vocabulary
@@ -117,14 +118,13 @@ def evaluation_metrics(decoded: Sequence[Decoded], asked: Sequence[Setting], bre
     }
 
 
-def _answers_of(decoded: Iterable[Decoded], setting: Setting) -> list[Answer]:
+def _answers_of(decoded: Sequence[Decoded], setting: Setting) -> list[Answer]:
     """Both arms' answers in one setting; the plain ones of another number of tokens where none were made for it."""
-    listed = list(decoded)
-    own = [answer for batch in listed if batch.setting == setting for answer in batch.answers]
+    own = [answer for batch in decoded if batch.setting == setting for answer in batch.answers]
     if not any(answer.arm == "plain" for answer in own):
         own += [
             answer
-            for batch in listed
+            for batch in decoded
             if batch.arm == "plain" and batch.setting.batch_size == setting.batch_size
             for answer in batch.answers
         ]
@@ -132,7 +132,7 @@ def _answers_of(decoded: Iterable[Decoded], setting: Setting) -> list[Answer]:
 
 
 def _setting_metrics(decoded: Sequence[Decoded], setting: Setting, answers: list[Answer]) -> Row:
-    summary = summarise(answers)
+    summary = totals(answers)
     own = [batch for batch in decoded if batch.setting == setting]
     times = {
         arm: step_seconds([batch for batch in own if batch.arm == arm], setting.batch_size, tokens)
@@ -151,7 +151,7 @@ def _name(setting: Setting) -> str:
 
 
 def write_plots(folder: Path, metrics: Row) -> None:
-    """What `dvc plots show` draws: acceptance by draft position, category and output position; speed-up by setting."""
+    """What `dvc plots show` draws: acceptance by draft position and category, speed-up by drafted tokens."""
     rates = sorted(key for key in metrics if key.startswith("acceptance_rate_"))
     plots = {
         "acceptance_by_position": [

@@ -20,6 +20,7 @@ from eagle3.digests import digest, digest_file
 from eagle3.verifier import VerifierIdentity
 from eagle3.workstore import write_file
 
+DRAFT = Path("data/draft")
 LINEAGE = "lineage.json"
 FORMAT = 1
 MAX_BYTES = 1 << 24

@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from eagle3.console import visible
-from eagle3.lineage import LINEAGE, Lineage, parse_lineage, read_lineage
+from eagle3.lineage import DRAFT, LINEAGE, Lineage, parse_lineage, read_lineage
 from eagle3.lineage_check import AGREES, BROKEN, Link, Place, check_links
 from eagle3.origin import LOCK, PARAMS, lock_entries, read_lock
 from eagle3.remote_check import verify_outs
 from eagle3.revisions import OBJECT, Revision
 from eagle3.tracked import Out, open_tracked
 
-DRAFT = Path("data/draft")
 WIDTH = 16
 
 

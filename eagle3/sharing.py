@@ -19,6 +19,7 @@ from eagle3.draft.interchange import speculators_config, write_ours
 from eagle3.draft.vocab import DraftVocabulary
 from eagle3.draft.warm_start import Checkpoint, read_checkpoint
 from eagle3.lineage import (
+    DRAFT,
     FORMAT,
     LINEAGE,
     Imported,
@@ -36,7 +37,7 @@ from eagle3.verifier_head import load_head
 from eagle3.workstore import write_file, write_in_pieces
 
 Form = Literal["plain", "speculators"]
-DRAFT, EVALUATION = Path("data/draft"), Path("data/metrics/evaluate.json")
+EVALUATION = Path("data/metrics/evaluate.json")
 
 
 def evaluation_of(draft: Path) -> dict[str, Any] | None:

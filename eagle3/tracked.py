@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from dvc.api import DVCFileSystem
 from dvc.exceptions import NotDvcRepoError
 from dvc.repo import Repo
 from dvc.scm import resolve_rev
@@ -196,21 +195,6 @@ def open_tracked() -> Tracked | None:
             return Tracked(Repo())
     except NoRepositoryError:
         return None
-
-
-def copy_revision(revision: str, needed: Iterable[Path], useful: Iterable[Path], folder: Path) -> None:
-    """Copy files of the project as they are in a Git revision or DVC experiment, out of DVC's cache or its remote.
-
-    Paths are relative to the project. Raises ValueError for an unknown revision, and for a needed file that it lacks;
-    a useful one may be absent.
-    """
-    with _plain_errors(f"revision {revision}"):
-        files = DVCFileSystem(Repo.find_root(), rev=revision)
-        for path, must in [*((path, True) for path in needed), *((path, False) for path in useful)]:
-            if not must and not files.exists(path.as_posix()):
-                continue
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            files.get_file(path.as_posix(), str(folder / path))
 
 
 class NoRepositoryError(ValueError):

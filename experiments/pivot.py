@@ -18,6 +18,7 @@ import dvc.api
 
 from benchmarks.gsm8k import STAGES, make_project, source
 from benchmarks.project import Project
+from experiments.finished import finished
 
 BATCH = 8  # prompts decoded at a time: acceptance is what counts here, not speed
 TRAIN = "data/metrics/train.json:"
@@ -93,11 +94,10 @@ def name_of(share: float) -> str:
 
 def results(project: Project) -> dict[str, dict[str, Any]]:
     """For each finished experiment, by name, its metrics; where stages share a name, those of `train`."""
-    found: dict[str, dict[str, Any]] = {}
-    for row in dvc.api.exp_show(repo=str(project.folder), num=-1):
-        if row.get("Experiment") and isinstance(row.get("acceptance_length"), float):
-            found[row["Experiment"]] = {name.removeprefix(TRAIN): value for name, value in row.items()}
-    return found
+    return {
+        name: {column.removeprefix(TRAIN): value for column, value in row.items()}
+        for name, row in finished(project).items()
+    }
 
 
 def table(found: dict[str, dict[str, Any]], shares: list[float]) -> str:

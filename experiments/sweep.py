@@ -11,10 +11,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import dvc.api
-
 from benchmarks.gsm8k import STAGES, make_project
 from benchmarks.project import Project
+from experiments.finished import finished
 
 BASE = "defaults"
 #: What is tried, by what it is about: settings as for `dvc exp run -S`, several for one experiment joined by a blank.
@@ -84,12 +83,7 @@ def name_of(setting: str) -> str:
 
 def results(project: Project) -> dict[str, dict[str, Any]]:
     """For each finished experiment, by name, the numbers that COLUMNS asks for."""
-    found = {}
-    for row in dvc.api.exp_show(repo=str(project.folder), num=-1):
-        numbers = {name: row.get(name) for name in COLUMNS}
-        if row["Experiment"] and isinstance(numbers["acceptance_length"], float):
-            found[row["Experiment"]] = numbers
-    return found
+    return {name: {column: row.get(column) for column in COLUMNS} for name, row in finished(project).items()}
 
 
 def table(found: dict[str, dict[str, Any]]) -> str:

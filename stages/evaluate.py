@@ -33,7 +33,7 @@ from eagle3.report.page import render
 from eagle3.serving.speculative import Decoder, answers_to_decode, decode_settings, settings
 from eagle3.stage import run_stage
 from eagle3.tables import new_folder, write_metrics
-from eagle3.verifier import locate_verifier, read_identity
+from eagle3.verifier import load_tokenizer, locate_verifier, read_identity
 from eagle3.verifier_head import load_head
 from eagle3.workstore import write_file
 
@@ -54,7 +54,8 @@ def evaluate(
         exact = decode(chosen[: own.lossless_prompts], draft, in_float32(params), "lossless check")
     answers = [a for batch in decoded if batch.setting == asked[0] and batch.arm == "draft" for a in batch.answers]
     model, vocabulary = load_draft(draft)
-    breakdown = break_down(answers, identity, params.verifier, vocabulary.t2d.tolist())
+    tokenizer = load_tokenizer(params.verifier)
+    breakdown = break_down(answers, identity, tokenizer, vocabulary.t2d.tolist())
     numbers = evaluation_metrics(decoded, asked, breakdown)
     if own.estimate_prompts and own.temperature == 0:
         recording = Recording(identity, params.verifier, params.engine, params.extract)
@@ -67,7 +68,7 @@ def evaluate(
     with new_folder(evaluation) as out:
         write_evaluation(out, decoded, breakdown)
         write_run(out / "run.json", identity, params.engine, own)
-        shown = params.verifier, own.viewer_answers
+        shown = tokenizer, own.viewer_answers
         page = evaluation_report(answers, asked[0], numbers, breakdown, draft, identity, *shown)
         write_file(out / "report.html", render(page).encode())
     write_plots(plots, numbers)

@@ -57,7 +57,7 @@ def test_numbers_of_the_evaluation_come_when_they_are_there() -> None:
     ("change", "told"),
     [
         ({}, "what the verifier itself writes"),
-        ({"responses": "reference"}, "answers of people"),
+        ({"reference_share": 1.0}, "answers of people"),
     ],
 )
 def test_it_says_whose_answers_taught_it(change: dict[str, Any], told: str) -> None:

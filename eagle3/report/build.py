@@ -4,11 +4,12 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from eagle3.acceptance import Answer, Row, Setting
 from eagle3.evaluation import read_answers, read_breakdown
 from eagle3.lineage import LINEAGE
-from eagle3.params import Params, VerifierParams
+from eagle3.params import Params
 from eagle3.reasoning import Pieces, ThinkingFinder
 from eagle3.reconciliation import explain, is_large
 from eagle3.report.page import Report, training_curves
@@ -23,12 +24,12 @@ def evaluation_report(
     breakdown: Sequence[Row],
     draft: Path,
     identity: VerifierIdentity,
-    verifier: VerifierParams,
+    tokenizer: Any,
     most_answers: int,
 ) -> Report:
     """The page of one evaluation. answers: with the draft, in the setting that is reported."""
     listed = list(answers)
-    pieces = Pieces(load_tokenizer(verifier))
+    pieces = Pieces(tokenizer)
     finder = ThinkingFinder(identity.markers, pieces)
     return Report(
         title=f"EAGLE-3 draft for {identity.name}",
@@ -55,8 +56,8 @@ def project_report(project: Path, params: Params, comparison: Sequence[Row]) -> 
         raise ValueError(f"{data / 'metrics/evaluate.json'} is not there; `dvc repro evaluate` makes it")
     identity = read_identity(data / "verifier.json")
     breakdown = read_breakdown(data / "evaluation")
-    most = params.evaluate.viewer_answers
-    page = evaluation_report(answers, setting, metrics, breakdown, data / "draft", identity, params.verifier, most)
+    shown = load_tokenizer(params.verifier), params.evaluate.viewer_answers
+    page = evaluation_report(answers, setting, metrics, breakdown, data / "draft", identity, *shown)
     return replace(
         page,
         training=_json(data / "metrics/train.json"),

@@ -4,8 +4,6 @@ import codecs
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
-
 from eagle3.acceptance import Answer
 from eagle3.breakdown import segments
 from eagle3.reasoning import ThinkingFinder
@@ -39,20 +37,17 @@ def _viewed(answer: Answer, pieces: Mapping[int, bytes], finder: ThinkingFinder)
         place = step.position + step.accepted
         if refused and place < len(ids):
             rejected[str(place)] = spell(refused, pieces)
-    prompt, output = np.asarray(answer.prompt.ids, np.int32), np.asarray(ids, np.int32)
-    thinking = finder.find(prompt, output, answer.finish_reason == "length")
-    emitted = sum(step.emitted for step in answer.steps)
     return {
         "id": answer.prompt.prompt_id,
         "category": answer.prompt.category,
         "prompt": "".join(spell(answer.prompt.ids, pieces)),
         "tokens": len(ids),
-        "length": emitted / len(answer.steps) if answer.steps else 1.0,
+        "length": answer.emitted / len(answer.steps) if answer.steps else 1.0,
         "ended": answer.finish_reason,
         "texts": spell(ids[:MOST_TOKENS], pieces),
         "by": by[:MOST_TOKENS],
         "rejected": {place: texts for place, texts in rejected.items() if int(place) < MOST_TOKENS},
-        "parts": [list(part) for part in segments(thinking, len(answer.prompt.ids), len(ids))],
+        "parts": [list(part) for part in segments(answer, finder)],
     }
 
 
