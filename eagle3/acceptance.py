@@ -33,6 +33,21 @@ class Setting:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """One batch and the arms that decode it, one right after the other."""
+
+    setting: Setting
+    arms: list[str]
+    number: int
+    prompts: list[Prompt]
+
+    @property
+    def answers(self) -> int:
+        """How many it gives."""
+        return len(self.arms) * len(self.prompts)
+
+
+@dataclass(frozen=True)
 class Step:
     """One verifier forward that judged a draft; see schemas.STEPS."""
 

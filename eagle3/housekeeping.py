@@ -32,7 +32,12 @@ from eagle3.workstore import work_folder, work_root
 TOKENS, STATES_OUT, IDENTITY = Path("data/tokens"), Path("data/hidden_states"), Path("data/verifier.json")
 WRITERS = ("generate", "extract", "train", "verifiers")  # folders with a lock
 JUDGED = ("extract", "train", "verifiers")
-KINDS = {"generate": "answers", "identities": "facts about verifiers", "logs": "logs"}
+KINDS = {
+    "generate": "answers",
+    "evaluate": "answers of interrupted evaluations",
+    "identities": "facts about verifiers",
+    "logs": "logs",
+}
 NEVER = "never removed"
 SHARED = "another folder, as DVC's cache, has the same file: removing it here frees nothing"
 DAY_S = 86400

@@ -30,12 +30,13 @@ from eagle3.reconciliation import Reconciliation, explain, is_large
 from eagle3.recording import Recording
 from eagle3.report.build import evaluation_report
 from eagle3.report.page import render
-from eagle3.serving.speculative import Decoder, answers_to_decode, decode_settings, settings
+from eagle3.serving.decoded_store import DecodedStore, evaluation_rows
+from eagle3.serving.speculative import Decoder, decode_turns, settings, turns
 from eagle3.stage import run_stage
 from eagle3.tables import new_folder, write_metrics
 from eagle3.verifier import load_tokenizer, locate_verifier, read_identity
 from eagle3.verifier_head import load_head
-from eagle3.workstore import write_file
+from eagle3.workstore import RowStore, write_file
 
 
 def evaluate(
@@ -47,52 +48,57 @@ def evaluate(
     identity = read_identity(verifier)
     check_draft(draft, identity)
     chosen = choose_prompts(prompts, params.verifier, params.generate, own)
-    seconds: dict[str, float] = {}
-    with timed(seconds, "decoding"):
-        decoded = decode(chosen, draft, params, "evaluate")
-    with timed(seconds, "lossless_check"):
-        exact = decode(chosen[: own.lossless_prompts], draft, in_float32(params), "lossless check")
-    answers = [a for batch in decoded if batch.setting == asked[0] and batch.arm == "draft" for a in batch.answers]
-    model, vocabulary = load_draft(draft)
-    tokenizer = load_tokenizer(params.verifier)
-    breakdown = break_down(answers, identity, tokenizer, vocabulary.t2d.tolist())
-    numbers = evaluation_metrics(decoded, asked, breakdown)
-    if own.estimate_prompts and own.temperature == 0:
-        recording = Recording(identity, params.verifier, params.engine, params.extract)
-        with timed(seconds, "estimate"):
-            replayed = answers[: own.estimate_prompts]
-            numbers["estimate"] = reconcile(replayed, model, vocabulary, recording, asked[0].num_speculative_tokens)
-    if exact:
-        numbers["lossless_float32"] = identical(answer for batch in exact for answer in batch.answers)
-    numbers["seconds"] = seconds
-    with new_folder(evaluation) as out:
-        write_evaluation(out, decoded, breakdown)
-        write_run(out / "run.json", identity, params.engine, own)
-        shown = tokenizer, own.viewer_answers
-        page = evaluation_report(answers, asked[0], numbers, breakdown, draft, identity, *shown)
-        write_file(out / "report.html", render(page).encode())
-    write_plots(plots, numbers)
-    write_metrics(metrics, numbers)
+    with evaluation_rows(identity, draft, params) as kept:
+        seconds: dict[str, float] = {}
+        with timed(seconds, "decoding"):
+            decoded = decode(chosen, draft, params, kept, "evaluate")
+        with timed(seconds, "lossless_check"):
+            exact = decode(chosen[: own.lossless_prompts], draft, in_float32(params), kept, "lossless check")
+        answers = [a for batch in decoded if batch.setting == asked[0] and batch.arm == "draft" for a in batch.answers]
+        model, vocabulary = load_draft(draft)
+        tokenizer = load_tokenizer(params.verifier)
+        breakdown = break_down(answers, identity, tokenizer, vocabulary.t2d.tolist())
+        numbers = evaluation_metrics(decoded, asked, breakdown)
+        if own.estimate_prompts and own.temperature == 0:
+            recording = Recording(identity, params.verifier, params.engine, params.extract)
+            with timed(seconds, "estimate"):
+                replayed = answers[: own.estimate_prompts]
+                numbers["estimate"] = reconcile(replayed, model, vocabulary, recording, asked[0].num_speculative_tokens)
+        if exact:
+            numbers["lossless_float32"] = identical(answer for batch in exact for answer in batch.answers)
+        numbers["seconds"] = seconds
+        with new_folder(evaluation) as out:
+            write_evaluation(out, decoded, breakdown)
+            write_run(out / "run.json", identity, params.engine, own)
+            shown = tokenizer, own.viewer_answers
+            page = evaluation_report(answers, asked[0], numbers, breakdown, draft, identity, *shown)
+            write_file(out / "report.html", render(page).encode())
+        write_plots(plots, numbers)
+        write_metrics(metrics, numbers)
     if exact and numbers["lossless_float32"]["share"] < 1:
         raise ValueError(f"in float32 an answer with the draft differs from the plain one: {metrics} has the counts")
 
 
-def decode(chosen: list[Prompt], draft: Path, params: Params, label: str) -> list[Decoded]:
+def decode(chosen: list[Prompt], draft: Path, params: Params, kept: RowStore, label: str) -> list[Decoded]:
     """What both arms make of every chosen prompt in every setting."""
-    if not chosen:
-        return []
     folder = locate_verifier(params.verifier)
 
     def make(tokens: int) -> Decoder:
         return Decoder(params.verifier, params.engine, folder, draft if tokens else None, tokens)
 
-    say(f"{label}: starting vLLM with and without the draft ({params.verifier.dtype})")
-    decoded = []
-    with Progress(label, answers_to_decode(chosen, params.evaluate), "answers") as progress:
-        for batch in decode_settings(chosen, make, params.evaluate, params.verifier.max_model_len):
-            decoded.append(batch)
-            progress.advance(len(batch.answers))
-    return decoded
+    store = DecodedStore(kept, params.verifier.dtype, params.evaluate.temperature)
+    todo = list(turns(chosen, params.evaluate))
+    missing = [turn for turn in todo if store.get(turn) is None]
+    total, left = (sum(turn.answers for turn in part) for part in (todo, missing))
+    if left < total:
+        say(f"{label}: {total - left:,} of {total:,} answers are kept from a run that was interrupted")
+    if missing:
+        say(f"{label}: starting vLLM with and without the draft ({params.verifier.dtype})")
+        with Progress(label, total, "answers", total - left) as progress:
+            for turn, decoded in decode_turns(missing, make, params.evaluate, params.verifier.max_model_len):
+                store.put(turn, decoded)
+                progress.advance(turn.answers)
+    return [batch for turn in todo for batch in store.take(turn)]
 
 
 def reconcile(

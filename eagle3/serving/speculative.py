@@ -5,11 +5,11 @@ order, so that a machine that slows down slows down both. The plain engine stays
 speculative tokens, which need engines of their own, come and go beside it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from eagle3.acceptance import Answer, Decoded, Forward, Prompt, Setting, Step
+from eagle3.acceptance import Answer, Decoded, Forward, Prompt, Setting, Step, Turn
 from eagle3.digests import derived_seed
 from eagle3.params import EngineParams, EvaluateParams, VerifierParams
 from eagle3.serving.engine import engine_arguments, in_process_environment
@@ -106,51 +106,73 @@ def listed(value: int | list[int]) -> list[int]:
     return list(dict.fromkeys(value)) if isinstance(value, list) else [value]
 
 
-def decode_settings(
-    prompts: list[Prompt], make: Callable[[int], Decoder], own: EvaluateParams, max_model_len: int
-) -> Iterator[Decoded]:
-    """What both arms make of every batch in every setting. make: a decoder with so many speculative tokens; 0 = plain.
+def turns(prompts: list[Prompt], own: EvaluateParams) -> Iterator[Turn]:
+    """Every batch of every setting, by both arms in an order that alternates.
 
-    Before it counts, each arm decodes the first batch of a setting once more, to warm up. One engine after the other
-    (own.side_by_side false), the plain arm decodes once for each batch size, under the first number of tokens.
+    One engine after the other (own.side_by_side false), the plain arm decodes once for each batch size, under the
+    first number of tokens.
     """
-    asked = settings(own)
-    numbers, sizes = listed(own.num_speculative_tokens), listed(own.batch_size)
-
-    def run(decoder: Decoder, setting: Setting, number: int) -> Decoded:
-        batch = prompts[number * setting.batch_size : (number + 1) * setting.batch_size]
-        fields = [sampling_fields(own, prompt, max_model_len - len(prompt.ids)) for prompt in batch]
-        return decoder.decode(batch, fields, setting, number)
-
-    def alone(tokens: int, these: list[Setting]) -> Iterator[Decoded]:
-        with make(tokens) as decoder:
-            decoder.wait_until_ready()
-            for setting in these:
-                run(decoder, setting, 0)
-                for number in range(-(-len(prompts) // setting.batch_size)):
-                    yield run(decoder, setting, number)
-
+    asked, first = settings(own), listed(own.num_speculative_tokens)[0]
+    rounds = [(setting, ["plain", "draft"]) for setting in asked]
     if not own.side_by_side:
-        yield from alone(0, [Setting(numbers[0], size) for size in sizes])
-        for tokens in numbers:
-            yield from alone(tokens, [setting for setting in asked if setting.num_speculative_tokens == tokens])
-        return
-    with make(0) as plain:
-        for tokens in numbers:
-            with make(tokens) as draft:
-                arms = plain, draft
-                for decoder in arms if tokens == numbers[0] else (draft,):
-                    decoder.wait_until_ready()
-                for setting in (setting for setting in asked if setting.num_speculative_tokens == tokens):
-                    for decoder in arms:
-                        run(decoder, setting, 0)
-                    for number in range(-(-len(prompts) // setting.batch_size)):
-                        for decoder in arms if number % 2 == 0 else reversed(arms):
-                            yield run(decoder, setting, number)
+        rounds = [(Setting(first, size), ["plain"]) for size in listed(own.batch_size)]
+        rounds += [(setting, ["draft"]) for setting in asked]
+    for setting, arms in rounds:
+        for number, start in enumerate(range(0, len(prompts), setting.batch_size)):
+            order = arms if number % 2 == 0 else arms[::-1]
+            yield Turn(setting, order, number, prompts[start : start + setting.batch_size])
 
 
-def answers_to_decode(prompts: list[Prompt], own: EvaluateParams) -> int:
-    """How many answers `decode_settings` yields in all, for a progress bar."""
-    asked = len(settings(own))
-    plain = asked if own.side_by_side else len(listed(own.batch_size))
-    return len(prompts) * (asked + plain)
+class Decoders:
+    """`with Decoders(make) as decoders:` the engines that a turn needs; one that no longer is needed makes room."""
+
+    def __init__(self, make: Callable[[int], Decoder]):
+        """make: a decoder with so many speculative tokens; 0 = plain."""
+        self._make = make
+        self._running: dict[int, Decoder] = {}
+
+    def __enter__(self) -> "Decoders":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop(set(self._running))
+
+    def ready(self, wanted: list[int]) -> list[Decoder]:
+        """Those of so many speculative tokens, in this order, and no others."""
+        self._stop(set(self._running) - set(wanted))
+        new = [tokens for tokens in wanted if tokens not in self._running]
+        for tokens in new:
+            self._running[tokens] = self._make(tokens).__enter__()
+        for tokens in new:
+            self._running[tokens].wait_until_ready()
+        return [self._running[tokens] for tokens in wanted]
+
+    def _stop(self, these: set[int]) -> None:
+        for tokens in these:
+            self._running.pop(tokens).__exit__(None, None, None)
+
+
+def decode_turns(
+    todo: Iterable[Turn], make: Callable[[int], Decoder], own: EvaluateParams, max_model_len: int
+) -> Iterator[tuple[Turn, list[Decoded]]]:
+    """Each turn with what its arms made of it, in its order.
+
+    make: a decoder with so many speculative tokens; 0 = plain.
+    Before it counts, each arm decodes the first batch of a setting that it meets once more, to warm up.
+    """
+
+    def run(decoder: Decoder, turn: Turn) -> Decoded:
+        fields = [sampling_fields(own, prompt, max_model_len - len(prompt.ids)) for prompt in turn.prompts]
+        return decoder.decode(turn.prompts, fields, turn.setting, turn.number)
+
+    warm = None
+    with Decoders(make) as decoders:
+        for turn in todo:
+            tokens = turn.setting.num_speculative_tokens
+            arms = decoders.ready([0 if arm == "plain" else tokens for arm in turn.arms])
+            round_ = turn.setting, set(turn.arms)
+            if warm != round_:
+                for decoder in arms:
+                    run(decoder, turn)
+                warm = round_
+            yield turn, [run(decoder, turn) for decoder in arms]

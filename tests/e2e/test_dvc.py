@@ -1,8 +1,10 @@
 """The pipeline as its users run it: DVC on a project of its own, real vLLM, a tiny verifier."""
 
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -176,6 +178,26 @@ def test_push_and_pull_give_identical_bytes(project: Project) -> None:
     assert outs(project) == before
     eagle3(project, "verify")
     assert ran(dvc(project, "repro")) == set()
+
+
+@pytest.mark.exhaustive
+def test_an_evaluation_that_was_killed_goes_on(project: Project) -> None:
+    """kill -9 of dvc, stage and all; what was decoded is not decoded again, and nothing stays behind at the end."""
+    project.restore()
+    settings = ("-S", "evaluate.num_prompts=8", "-S", "evaluate.max_new_tokens=48", "-S", "evaluate.batch_size=1")
+    kept = project.folder / ".work/evaluate"
+    command = ["dvc", "exp", "run", *settings, "evaluate"]
+    with subprocess.Popen(command, cwd=project.folder, env=project.environment(), start_new_session=True) as killed:
+        deadline = time.monotonic() + 300
+        while sum(log.stat().st_size for log in kept.glob("*/decoded.sqlite-wal")) < 30_000:
+            assert killed.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        os.killpg(killed.pid, signal.SIGKILL)
+    (found,) = re.findall(r"([0-9]+) of 16 answers are kept from a run", dvc(project, *command[1:]))
+    assert 0 < int(found) < 16
+    assert project.metrics("evaluate")["num_prompts"] == 8
+    assert list(kept.iterdir()) == []
+    project.restore()
 
 
 def test_a_failing_stage_leaves_git_clean_of_outs(project: Project) -> None:

@@ -25,7 +25,7 @@ from eagle3.draft.replay import replay
 from eagle3.draft.vocab import DraftVocabulary
 from eagle3.params import EngineParams, EvaluateParams, TrainParams, load_params
 from eagle3.reconciliation import Reconciliation, is_large
-from eagle3.serving.speculative import Decoder, answers_to_decode, decode_settings
+from eagle3.serving.speculative import Decoder, decode_turns, turns
 from eagle3.shards import Sample
 from eagle3.speed import step_seconds, worth_of_tokens
 from eagle3.verifier import identify_verifier
@@ -99,7 +99,8 @@ def decoded(tiny_verifier: Path, draft: Path, tmp_path_factory: pytest.TempPathF
             used = draft if tokens else None
             return Decoder(verifier_params(tiny_verifier), ENGINE, tiny_verifier, used, tokens)
 
-        yield list(decode_settings(prompts(tiny_verifier, 12), make, OWN, 256))
+        todo = turns(prompts(tiny_verifier, 12), OWN)
+        yield [batch for _, pair in decode_turns(todo, make, OWN, 256) for batch in pair]
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +112,7 @@ def answers(decoded: list[Decoded]) -> list[Answer]:
 def test_every_setting_decodes_every_prompt_in_pairs(decoded: list[Decoded]) -> None:
     found = [(batch.setting, batch.arm, answer.prompt.prompt_id) for batch in decoded for answer in batch.answers]
     assert len(found) == len(set(found)) == 12 * 2 * 4
-    assert sum(len(batch.answers) for batch in decoded) == answers_to_decode(prompts_of(decoded), OWN)
+    assert len(found) == sum(turn.answers for turn in turns(prompts_of(decoded), OWN))
     pairs = [decoded[place : place + 2] for place in range(0, len(decoded), 2)]
     assert all({batch.arm for batch in pair} == {"plain", "draft"} for pair in pairs)
     assert [pair[0].arm for pair in pairs][:4] == ["plain", "draft", "plain", "draft"]
