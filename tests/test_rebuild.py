@@ -21,7 +21,13 @@ TOKENIZERS = {
     "sentence piece": sentence_piece,
     "deepseek": deepseek,
 }
-every_tokenizer = pytest.mark.parametrize("make", TOKENIZERS.values(), ids=TOKENIZERS)
+every_tokenizer = pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(make, id=name, marks=pytest.mark.exhaustive if make is deepseek else ())
+        for name, make in TOKENIZERS.items()
+    ],
+)
 QUIET = canonical_json({"quiet": True})  # the prompt does not open the thinking
 OFF = canonical_json({"thinking": False})  # the prompt has closed it
 

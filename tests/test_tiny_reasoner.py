@@ -8,7 +8,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.tiny_reasoner import END, Reply, parse_reasoner, reasoner_prompts, right_output
 
-both_tokenizers = pytest.mark.parametrize("verifier", ["tiny_reasoner", "tiny_reasoner_split"])
+split = pytest.mark.exhaustive
+both_tokenizers = pytest.mark.parametrize(
+    "verifier", ["tiny_reasoner", pytest.param("tiny_reasoner_split", marks=split)]
+)
 
 
 @pytest.fixture
@@ -61,7 +64,9 @@ def test_a_low_budget_cuts_some_rows_in_the_thinking_and_some_in_the_answer(fold
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("verifier", "tokens"), [("tiny_reasoner", 1), ("tiny_reasoner_split", 3)])
+@pytest.mark.parametrize(
+    ("verifier", "tokens"), [("tiny_reasoner", 1), pytest.param("tiny_reasoner_split", 3, marks=split)]
+)
 def test_markers_are_one_token_or_several_and_decode_to_the_same_text(folder: Path, tokens: int) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for marker in ("<think>", "</think>"):

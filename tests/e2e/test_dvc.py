@@ -143,6 +143,7 @@ def test_a_draft_of_a_revision_or_an_experiment_is_proven(project: Project) -> N
     assert "objects are there" in eagle3(project, "lineage", "HEAD", "--remote")
 
 
+@pytest.mark.exhaustive
 def test_a_setting_of_generate_reruns_from_there(project: Project) -> None:
     project.restore()
     assert ran(dvc(project, "exp", "run", "-S", "generate.max_new_tokens=20", "train")) == FROM_GENERATE - {"evaluate"}

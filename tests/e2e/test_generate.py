@@ -126,6 +126,7 @@ def test_killed_midway_and_resumed_with_ids_as_the_template_says(tiny_verifier: 
     assert "starting vLLM" not in third.stderr  # nothing missing, nothing started
 
 
+@pytest.mark.exhaustive
 def test_the_server_is_killed_and_the_next_run_asks_only_for_the_rest(tiny_verifier: Path, tmp_path: Path) -> None:
     """With a thinking budget too, which the server must know of: every answer that is not over by then is closed there.
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -58,7 +59,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield Served(folder, server.url, AutoTokenizer.from_pretrained(folder))
 
 
-def of(*verifiers: str) -> pytest.MarkDecorator:
+def of(*verifiers: Any) -> pytest.MarkDecorator:
     """Run a test on these verifiers, by the names of their fixtures."""
     return pytest.mark.parametrize("served", verifiers, indirect=True)
 
@@ -230,7 +231,7 @@ def check_ids(served: Served, run: Run) -> None:
         assert not sample["rebuilt"]
 
 
-@of("tiny_reasoner", "tiny_reasoner_split")
+@of("tiny_reasoner", pytest.param("tiny_reasoner_split", marks=pytest.mark.exhaustive))
 @pytest.mark.parametrize("open_thinking", [False, True])
 def test_spans_of_the_reasoner_follow_its_grammar(served: Served, open_thinking: bool, tmp_path: Path) -> None:
     """Every span, also of rows that a low budget cut, whether a marker is one token or several."""
