@@ -129,9 +129,11 @@ def _taught_by(lineage: Lineage) -> str:
     if lineage.imported is not None:
         return "Imported from a checkpoint that was trained elsewhere."
     asked = (lineage.origin.params if lineage.origin else {}).get("generate", {})
-    if asked.get("reference_share") == 1:
+    share = asked.get("reference_share") or 0
+    if share == 1:
         return "Trained on the answers of people, not on the verifier's own."
-    return "Trained on what the verifier itself writes, thinking and answers, by training-time test."
+    people = f", and on the answers of people to {share:.0%} of the prompts that have one" if share else ""
+    return f"Trained on what the verifier itself writes, thinking and answers{people}, by training-time test."
 
 
 def _made_of(lineage: Lineage) -> list[tuple[str, str]]:

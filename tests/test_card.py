@@ -56,7 +56,8 @@ def test_numbers_of_the_evaluation_come_when_they_are_there() -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({}, "what the verifier itself writes"),
+        ({}, "what the verifier itself writes, thinking and answers, by"),
+        ({"reference_share": 0.25}, "itself writes, thinking and answers, and on the answers of people to 25% of the"),
         ({"reference_share": 1.0}, "answers of people"),
     ],
 )
