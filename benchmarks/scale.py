@@ -48,7 +48,7 @@ from tests.token_tables import token_row, write_params
 
 MOST_GROWTH_MB, MOST_CURVATURE, MOST_COMMIT_S, MOST_FILES = 100.0, 1.2, 60.0, 100
 SHARES = (0.1, 0.55, 1.0)
-PROMPT, SHORTEST, LONGEST = 6, 8, 25
+PROMPT, LENGTHS = 6, (8, 25)
 
 
 @dataclass(frozen=True)
@@ -107,15 +107,15 @@ def numbers(runs: list[Run], commit_s: float) -> dict[str, Any]:
 
 def measure(folder: Path, samples: int) -> Run:
     """Make so many samples in `folder`, record them, read them."""
-    write_inputs(folder, samples)
-    write_seconds, write_mb = run_arm("write", folder)
-    read_seconds, read_mb = run_arm("read", folder)
+    write_inputs(folder, samples, LENGTHS)
+    write_seconds, write_mb = run_arm("write", folder, "benchmarks.scale")
+    read_seconds, read_mb = run_arm("read", folder, "benchmarks.scale")
     outs = [path for name in ("tokens", "hidden_states") for path in (folder / name).iterdir()]
     size = sum(path.stat().st_size for path in outs if path.suffix == ".safetensors")
     return Run(samples, write_seconds, write_mb, read_seconds, read_mb, len(outs), size)
 
 
-def write_inputs(folder: Path, samples: int) -> None:
+def write_inputs(folder: Path, samples: int, lengths: tuple[int, int]) -> None:
     """params.yaml, a verifier whose head obeys the fake engine's rule, its identity, and the token table."""
     model = folder / "model"
     model.mkdir(parents=True)
@@ -128,24 +128,24 @@ def write_inputs(folder: Path, samples: int) -> None:
     write_identity(IDENTITY, folder / "verifier.json")
     account = Account("scale", 0)
     account.rows_in = account.rows_out = samples
-    write_parts(folder / "tokens", token_rows(samples), TOKENS, "sample_digest", account)
+    write_parts(folder / "tokens", token_rows(samples, lengths), TOKENS, "sample_digest", account)
 
 
-def token_rows(samples: int) -> Iterator[Row]:
-    """Samples that obey the fake engine's rule; most of them differ."""
+def token_rows(samples: int, lengths: tuple[int, int]) -> Iterator[Row]:
+    """Samples that obey the fake engine's rule; most of them differ. lengths: the least, and one above the most."""
     choice = random.Random(0)
     for number in range(samples):
         ids = [choice.randrange(VOCABULARY) for _ in range(PROMPT)]
-        for _ in range(choice.randrange(SHORTEST, LONGEST) - PROMPT):
+        for _ in range(choice.randrange(*lengths) - PROMPT):
             ids.append(following(ids[-1]))
         row = token_row(ids, PROMPT, split="train" if number % 20 else "validation")
         yield row | {"sample_id": f"{number:064x}"}
 
 
-def run_arm(arm: str, folder: Path) -> tuple[float, float]:
-    """Seconds and the most anonymous memory (MB) of one of ARMS in a process of its own."""
+def run_arm(arm: str, folder: Path, module: str) -> tuple[float, float]:
+    """Seconds and the most anonymous memory (MB) of one of the module's ARMS in a process of its own."""
     environment = os.environ | {"EAGLE3_WORK_DIR": str(folder / "work"), "EAGLE3_FAKE_REQUESTS": os.devnull}
-    command = [sys.executable, "-m", "benchmarks.scale", "--arm", arm, "--folder", str(folder)]
+    command = [sys.executable, "-m", module, "--arm", arm, "--folder", str(folder)]
     started = time.monotonic()
     process = subprocess.Popen(command, cwd=ROOT, env=environment)
     most: list[float] = [0.0]
