@@ -1,18 +1,18 @@
 """The site: these pages in Furo, links and anchors checked, formulas as MathML so that a page needs no network."""
 
-from importlib.metadata import version
+from importlib import metadata
 from typing import Any
 
+from docutils.nodes import SkipNode
 from latex2mathml.converter import convert
 from sphinx.application import Sphinx
 
 project = "EAGLE-3 drafts"
 copyright = "the authors; Apache-2.0"
-release = version("eagle3")
+release = metadata.version("eagle3")
 extensions = ["myst_parser"]
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
-exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = project
 html_static_path = ["_static"]
@@ -25,7 +25,7 @@ def _write_formula(display: str) -> Any:
     def write(translator: Any, node: Any) -> None:
         markup = convert(node.astext(), display=display)
         translator.body.append(f'<div class="formula">{markup}</div>' if display == "block" else markup)
-        raise translator.skip
+        raise SkipNode
 
     return write
 

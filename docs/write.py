@@ -34,11 +34,13 @@ RECORDS += (lineage.Imported,)
 
 def pages() -> dict[str, str]:
     """File name of each page -> its text with the tables as the code has them now."""
-    tables = parameter_tables() | schema_tables() | {"json_files": record_tables(), "shard": shard_tables()}
-    return {
-        name: HOLE.sub(lambda hole: f"{hole[1]}{hole[2]}\n{tables[hole[1]]}\n", (FOLDER / name).read_text())
-        for name in PAGES
-    }
+    formats = schema_tables() | {"json_files": record_tables(), "shard": shard_tables()}
+    return {name: filled(name, tables) for name, tables in zip(PAGES, (parameter_tables(), formats), strict=True)}
+
+
+def filled(page: str, tables: dict[str, str]) -> str:
+    """The text of a page with these tables, each where its name stands."""
+    return HOLE.sub(lambda hole: f"{hole[1]}{hole[2]}\n{tables[hole[1]]}\n", (FOLDER / page).read_text())
 
 
 def parameter_tables() -> dict[str, str]:

@@ -13,23 +13,27 @@ from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-import click
 import pytest
+import torch
 import torch.distributed.run
 import typer
 from dvc.cli import DvcParserError
 from dvc.cli.parser import get_main_parser
 from packaging.requirements import Requirement
 from pip._internal.commands import create_command
+from ruamel.yaml import YAML
 from typer.testing import CliRunner
 
 from eagle3.cli import app
 from eagle3.params import load_params
 from eagle3.serving.engine import engine_arguments
 from tests.documented_commands import PAGES, ROOT, commands, commands_of, inline_commands
-from tests.lineage_project import commit, dvc, edit_params, enter, make_chain
+from tests.lineage_project import commit, dvc, make_chain
 from tests.test_comparison import evaluated
+
+METRICS = Path("data/metrics/evaluate.json")
 
 BY_HAND = "of the shell"
 DOWNLOADS = "downloads"
@@ -110,19 +114,19 @@ RUN = {
     "dvc repro": "up to date",
     "dvc repro prompts": "up to date",
     "dvc repro extract": "up to date",
-    "dvc dag": "hidden_states",
+    "dvc dag": "reconstruct-tokens",
     "dvc metrics show": "evaluate.json",
     "dvc plots show": "index.html",
     "dvc exp show": "workspace",
     "eagle3 report": "report.html",
     "eagle3 report --against my-experiment": "report.html",
-    "eagle3 inspect": "question",
-    "eagle3 inspect --first 3": "question",
+    "eagle3 inspect": "sample 1 of 24",
+    "eagle3 inspect --first 3": "sample 3 of 24",
     "eagle3 compare main my-experiment": "all prompts",
     "eagle3 compare HEAD <its name>": "all prompts",
     "eagle3 summary": "speed-up",
     "eagle3 doctor": "packages",
-    "eagle3 lineage": "question",
+    "eagle3 lineage": "prompt file",
     "eagle3 lineage --check": "proven",
     "eagle3 lineage --remote": "agrees",
     "eagle3 lineage main": "hidden states",
@@ -142,8 +146,8 @@ RUN = {
     "eagle3 verify --remote --repair": "all whole",
     "eagle3 estimate": "states",
     "eagle3 estimate --rows 10000 --prompt-tokens 500 --answer-tokens 2500 --hidden-size 7168 --aux-layers 3 --gpus 8 "
-    "--price-per-hour 3 --generate-rate 6000 --record-rate 20000 --train-rate 20000": "56.69",
-    "eagle3 work du": "training runs",
+    "--price-per-hour 3 --generate-rate 6000 --record-rate 20000 --train-rate 20000": "as asked",
+    "eagle3 work du": "why it stays",
     "eagle3 work gc": "would be freed",
     "eagle3 init DIR --verifier Qwen/Qwen3-8B --prompts questions.jsonl": "dvc repro",
     "eagle3 init drafts --verifier Qwen/Qwen3-8B --prompts questions.jsonl": "dvc repro",
@@ -196,49 +200,71 @@ def test_a_command_among_other_lines_is_refused() -> None:
 def project(tiny_verifier: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The current folder: a project with a whole chain and an evaluation, and a branch with another one."""
     folder = tmp_path_factory.mktemp("documented")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the draft is tiny
     with pytest.MonkeyPatch.context() as patch:
-        made = make_chain(folder / "made/project", tiny_verifier, patch)
-        edit_params("generate", "endpoints", [])
-        add_evaluation(made, folder, 0.0)
+        made = make_chain(folder / "project", tiny_verifier, patch)
+        text = Path("params.yaml").read_text().replace("data/prompts/starter.jsonl", "mine.jsonl")
+        Path("params.yaml").write_text(re.sub(r"endpoints:.*\n  - http.*\n", "endpoints: []\n", text))
+        yaml = YAML(typ="safe", pure=True)
+        pipeline = yaml.load(Path("dvc.yaml"))
+        pipeline["stages"]["evaluate"] |= {"outs": ["data/evaluation"], "metrics": [{str(METRICS): {"cache": False}}]}
+        curve = "data/plots/plots/metrics/train/loss.tsv"
+        yaml.dump(pipeline | {"plots": [{"loss": {"x": "step", "y": {curve: "loss"}}}]}, Path("dvc.yaml"))
+        add_evaluation(folder / "first", 0.0)
         subprocess.run(["git", "branch", "--quiet", "-M", "main"], check=True)
         subprocess.run(["git", "checkout", "--quiet", "-b", "my-experiment"], check=True)
-        add_evaluation(made, folder, 0.2)
+        add_evaluation(folder / "second", 0.2)
         subprocess.run(["git", "checkout", "--quiet", "main"], check=True)
         dvc("checkout", "--force")
-        project = enter(made, folder / "copy")
-        patch.setenv("EAGLE3_WORK_DIR", str(project / ".work"))
         shutil.copytree("data/draft", "received")
         Path("questions.jsonl").write_text("".join(f'{{"prompt": "question {n}?"}}\n' for n in range(40)))
-        yield project
+        yield made
+    torch.set_num_threads(threads)
 
 
-def add_evaluation(project: Path, folder: Path, better: float) -> None:
-    """Evaluate the draft (numbers of a simulation), and commit it."""
-    shutil.rmtree(project / "data/evaluation", ignore_errors=True)
-    simulated = evaluated(folder / f"evaluated-{better}", better, 3)
-    shutil.copytree(simulated / "data/evaluation", project / "data/evaluation")
-    numbers = {"acceptance_length": 1.5 + better, "acceptance_length_counted": 1.5 + better, "speedup": 1.2}
-    numbers |= {"tokens_per_second_plain": 40.0, "tokens_per_second_draft": 48.0, "num_prompts": 40, "num_drafts": 2400}
-    metrics = {"evaluate": numbers, "prompts": {"rows_out": 24}, "generate": {"rows_out": 24}}
-    metrics |= {
-        "reconstruct_tokens": {"tokens": 900, "loss_tokens": 400},
-        "extract": {"bytes": 1e6, "head_agreement": 1.0},
+@pytest.fixture
+def store_of_the_project(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EAGLE3_WORK_DIR", str(project / ".work"))
+
+
+def add_evaluation(folder: Path, better: float) -> None:
+    """Evaluate the draft, in a simulation, and commit what is there then."""
+    shutil.rmtree("data/evaluation", ignore_errors=True)
+    shutil.copytree(evaluated(folder, better, 3) / "data/evaluation", "data/evaluation")
+    length, speed = 1.5 + better, {"tokens_per_second_plain": 40.0, "tokens_per_second_draft": 48.0, "speedup": 1.2}
+    counts = {"acceptance_length": length, "acceptance_length_counted": length, "num_prompts": 40, "num_drafts": 2400}
+    best = {
+        "best_num_speculative_tokens": 2,
+        "best_by_batch_size": {"1": 2},
+        "speedup_by_batch_size": {"1": {"2": 1.2}},
     }
-    for stage, found in metrics.items():
-        (project / f"data/metrics/{stage}.json").write_text(json.dumps(found))
-    dvc("commit", "--force")
-    subprocess.run(["git", "add", "--force", "data/metrics"], check=True)
+    interval = {"acceptance_length_low": length - 0.1, "acceptance_length_high": length + 0.1}
+    setting = {"acceptance_length": length, "num_drafts": 2400} | speed
+    metrics = {
+        "prompts": {"rows_out": 24},
+        "generate": {"rows_out": 24},
+        "reconstruct_tokens": {"rows_out": 24, "tokens": 900, "loss_tokens": 400, "thinking_share": 0.0, "length": {}}
+        | {"truncated_in_thinking": 0, "truncated_in_answer": 0},
+        "extract": {"bytes": 1e6, "head_agreement": 1.0},
+        "evaluate": counts | speed | best | interval | {"settings": {"2_tokens_batch_1": setting}},
+    }
+    for stage, numbers in metrics.items():
+        METRICS.with_stem(stage).write_text(json.dumps(numbers))
+    dvc("commit", "--force", "prompts", "generate", "evaluate")
+    subprocess.run(["git", "add", "--force", METRICS], check=True)
     commit(f"evaluated {better}")
 
 
+@pytest.mark.usefixtures("store_of_the_project")
 @pytest.mark.parametrize("command", RUN)
-def test_it_runs(command: str, project: Path, tiny_verifier: Path) -> None:
+def test_it_runs(command: str, tiny_verifier: Path) -> None:
     words = shlex.split(real(command, tiny_verifier))
     if "export" in words:
         shutil.rmtree(words[words.index("export") + 2], ignore_errors=True)
     if words[0] == "eagle3":
         done = CliRunner().invoke(app, words[1:])
-        code, printed = done.exit_code, done.output
+        code, printed = done.exit_code, f"{done.output}{done.exception or ''}"
     else:
         ran = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
         code, printed = ran.returncode, ran.stdout
@@ -255,7 +281,7 @@ def real(command: str, verifier: Path) -> str:
 
 @pytest.mark.parametrize("command", NOT_RUN)
 def test_its_options_exist(command: str) -> None:
-    for part in re.split(r"&&|&$", re.sub(r"<[^>]+>", "something", command)):
+    for part in re.split(r"&&|&$", re.sub(r"<[^>]+>|\$\(+[^)]*\)+", "something", command)):
         check_words(shlex.split(part))
 
 
@@ -280,16 +306,17 @@ def check_words(words: list[str]) -> None:
 
 
 def after_options(words: list[str]) -> list[str]:
-    """What follows the options of `env` or `srun`: the command that they start."""
+    """What follows the options of `env` and `srun`: the command that they start."""
     start = next(place for place, word in enumerate(words) if word in CHECKS)
-    assert all(word.startswith("-") or words[place - 1] in ("-u", "-w") for place, word in enumerate(words[:start]))
+    skipped = zip(words[:start], ["", *words], strict=False)
+    assert all(word.startswith("-") or word == "env" or before in ("-u", "-w") for word, before in skipped)
     return words[start:]
 
 
 def check_eagle3(words: list[str]) -> None:
-    command: click.Command = typer.main.get_command(app)
+    command: Any = typer.main.get_command(app)
     context = command.make_context("eagle3", list(words), resilient_parsing=False)
-    while isinstance(command, click.Group):
+    while hasattr(command, "resolve_command"):
         name, command, words = command.resolve_command(context, words)
         assert command is not None
         context = command.make_context(name, list(words), parent=context)
@@ -342,7 +369,7 @@ def check_pip(words: list[str]) -> None:
 
 
 def check_ray(words: list[str]) -> None:
-    group: click.Group = importlib.import_module("ray.scripts.scripts").cli
+    group = importlib.import_module("ray.scripts.scripts").cli
     group.commands[words[0]].make_context(words[0], words[1:])
 
 
