@@ -222,12 +222,12 @@ SHARD_SCALES = {
 
 #: Keys of a shard's metadata, all text.
 SHARD_METADATA = (
-    "schema_version",
+    "schema_version",  # SCHEMA_VERSION of the code that wrote it
     "key",  # content key of the shard; its file is named after it
-    "verifier_digest",
+    "verifier_digest",  # of data/verifier.json
     "aux_layer_ids",  # JSON list
-    "hidden_size",
+    "hidden_size",  # H
     "dtype",  # of the states as they are stored
     "prenorm",  # "true": last_hidden_states is before the final norm
-    "engine",
+    "engine",  # name and version of the vLLM package
 )
