@@ -333,7 +333,7 @@ def check_make(words: list[str]) -> None:
 
 def check_git(words: list[str]) -> None:
     told = subprocess.run(["git", words[0], "-h"], capture_output=True, text=True, check=False)
-    assert told.stdout.startswith(f"usage: git {words[0]}")
+    assert f"usage: git {words[0]}" in told.stdout + told.stderr
 
 
 def check_python(words: list[str]) -> None:
