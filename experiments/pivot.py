@@ -1,6 +1,7 @@
 """Does it matter whose answers a draft learns from: the verifier's own, people's, or a mixture, on GSM8K.
 
-    python -m experiments.pivot --train gsm8k-train.jsonl --test gsm8k-test.jsonl --folder DIR [--shares 0 0.5 1]
+    python -m experiments.pivot --train gsm8k-train.jsonl --test gsm8k-test.jsonl --folder DIR [--shares 0 0.5 1] \
+        [--plot pivot.svg]
 
 One DVC experiment for each share of human answers. All of them learn from about the same number of supervised tokens
 (answers of people are shorter, so more prompts are used) in about the same number of optimiser steps (batches are made
@@ -41,12 +42,16 @@ def main() -> None:
     parser.add_argument("--shares", type=float, nargs="+", default=[0.0, 0.5, 1.0], help="of human answers")
     parser.add_argument("--train-rows", type=int, default=1500, help="with human answers alone; the others use fewer")
     parser.add_argument("--test-rows", type=int, default=60)
+    parser.add_argument("--plot", type=Path, help="an SVG file of the table")
     given = parser.parse_args()
     project, human, own = measured(given)
+    size = dvc.api.params_show(repo=str(project.folder))["train"]["batch_tokens"]
     for share in given.shares:
         if name_of(share) not in results(project):
-            run(project, share, human, own)
+            run(project, share, human, own, size)
     print(table(results(project), given.shares))
+    if given.plot is not None:
+        given.plot.write_text(plot(results(project), given.shares))
     if len(given.shares) > 1:
         names = [name_of(share) for share in given.shares]
         project.run(sys.executable, "-m", "eagle3.cli", "compare", *names)
@@ -68,14 +73,14 @@ def measured(given: argparse.Namespace) -> tuple[Project, dict[str, Any], dict[s
     return project, human, own
 
 
-def run(project: Project, share: float, human: dict[str, Any], own: dict[str, Any]) -> None:
-    """One experiment: as many prompts as give the supervised tokens of all the human answers."""
+def run(project: Project, share: float, human: dict[str, Any], own: dict[str, Any], size: int) -> None:
+    """One experiment: as many prompts as give the supervised tokens of all the human answers. size: train.batch_tokens
+    with those."""
 
     def mean(key: str) -> float:
         return float(share * human[key] / human["rows_out"] + (1 - share) * own[key] / own["rows_out"])
 
     prompts = round(human["loss_tokens"] / mean("loss_tokens"))
-    size = dvc.api.params_show(repo=str(project.folder))["train"]["batch_tokens"]
     settings = {
         "generate.reference_share": share,
         # validation and rejected rows are a share of these
@@ -107,6 +112,37 @@ def table(found: dict[str, dict[str, Any]], shares: list[float]) -> str:
         numbers = {"share": share, **found[name_of(share)]}
         lines.append(f"| {' | '.join(shown.format(**numbers) for shown in COLUMNS.values())} |")
     return "\n".join(lines)
+
+
+def plot(found: dict[str, dict[str, Any]], shares: list[float]) -> str:
+    """The acceptance lengths with their intervals, as SVG that can be read on light and dark ground."""
+    ends = [found[name_of(share)][f"acceptance_length_{end}"] for share in shares for end in ("low", "high")]
+    low, high = min(ends) - 0.05, max(ends) + 0.05
+
+    def down(value: float) -> float:
+        return round(20 + 190 * (high - value) / (high - low), 1)
+
+    marks = [
+        f'<line x1="60" x2="450" y1="{down(value)}" y2="{down(value)}"/>'
+        f'<text x="55" y="{down(value) + 4}" text-anchor="end">{value:.2f}</text>'
+        for value in (low, (low + high) / 2, high)
+    ]
+    for number, share in enumerate(shares):
+        numbers, across = found[name_of(share)], 110 + 290 * number / max(1, len(shares) - 1)
+        bottom, top = (down(numbers[f"acceptance_length_{end}"]) for end in ("low", "high"))
+        middle = down(numbers["acceptance_length"])
+        marks += [
+            f'<line class="mark" x1="{across:.0f}" x2="{across:.0f}" y1="{top}" y2="{bottom}"/>',
+            f'<circle class="mark" cx="{across:.0f}" cy="{middle}" r="5"/>',
+            f'<text x="{across + 12:.0f}" y="{middle + 4}">{numbers["acceptance_length"]:.2f}</text>',
+            f'<text x="{across:.0f}" y="232" text-anchor="middle">{share:.0%}</text>',
+        ]
+    marks.append('<text x="255" y="254" text-anchor="middle">share of human answers</text>')
+    marks.append('<text x="22" y="115" text-anchor="middle" transform="rotate(-90 22 115)">acceptance length</text>')
+    style = "line { stroke: #888 } text { fill: #888; font: 13px sans-serif } .mark { stroke: #3b7dd8; fill: #3b7dd8 }"
+    style += " line.mark { stroke-width: 3 }"
+    drawn = "\n".join(marks)
+    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 480 262"><style>{style}</style>\n{drawn}\n</svg>\n'
 
 
 if __name__ == "__main__":
