@@ -9,6 +9,7 @@ from ruamel.yaml import YAML
 
 from benchmarks.project import Project
 from tests.extract_runs import contents, make_rows, prepare
+from tests.stage_runs import wait_until
 from tests.test_extract import FAKE, IDENTITY
 from tests.token_tables import PROJECT
 
@@ -85,6 +86,13 @@ class Case:
         done = subprocess.run(["git", *words], cwd=self.folder, capture_output=True, text=True, check=False)
         assert (done.returncode != 0) == fails, done.stdout + done.stderr
 
+    def experiments(self) -> set[str]:
+        """Names of the experiments that are done."""
+        refs = subprocess.run(
+            ["git", "for-each-ref", "refs/exps"], cwd=self.folder, capture_output=True, text=True, check=True
+        )
+        return {line.rpartition("/")[2] for line in refs.stdout.splitlines()}
+
     def disk(self) -> int:
         """Bytes of all files, each counted once however many names it has."""
         states = (path.stat() for path in self.folder.rglob("*") if path.is_file() and not path.is_symlink())
@@ -114,6 +122,29 @@ def test_d05_a_temporary_run_shares_store_and_cache(case: Case) -> None:
     assert case.disk() - before < size / 4
     assert contents(case.folder / "data/hidden_states") == states
     assert not list((case.folder / ".dvc/tmp/exps").glob("tmp*"))
+
+
+def test_queued_runs_take_turns_at_the_engine_and_record_nothing_twice(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two workers, two experiments that need the same new states: one records, the other waits and finds them."""
+    case.requests.unlink(missing_ok=True)
+    settings = ["-S", "extract.shard_max_mib=0.5", "-S", "extract.min_head_agreement=0.9,0.91"]
+    case.dvc("exp", "run", "--queue", "--name", "apart", *settings, "extract")
+    monkeypatch.setenv("EAGLE3_FAKE", '{"seconds_each": 0.1}')
+    case.dvc("queue", "start", "-j", "2")
+    wait_until(lambda: len(case.experiments() & {"apart-1", "apart-2"}) == 2, 120)
+    case.dvc("queue", "stop")
+    recorded = case.requests.read_text().split()
+    assert 0 < len(recorded) == len(set(recorded))
+    logs = "".join(case.dvc("queue", "logs", name) for name in ("apart-1", "apart-2"))
+    assert logs.count("waiting for it") == 1
+    case.dvc("exp", "apply", "apart-2")
+    one = contents(case.folder / "data/hidden_states")
+    case.dvc("exp", "apply", "apart-1")
+    assert contents(case.folder / "data/hidden_states") == one
+    case.git("reset", "--hard", "--quiet")
+    case.dvc("checkout", "--force")
 
 
 def test_d04_a_prompt_file_that_git_does_not_track_is_named(case: Case) -> None:
