@@ -1,5 +1,6 @@
 """Experiments as docs/experiments.md tells them: its commands, on a project with recorded states and a real `train`."""
 
+import fcntl
 import json
 import os
 import re
@@ -7,8 +8,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -21,7 +24,7 @@ from stages.train import train
 from tests.draft_runs import SETTINGS, wait_until
 from tests.page import commands
 
-pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.usefixtures("one_core")]
 
 KEPT = ("check", "prompts", "train")
 GIVEN = ("hidden_states", "verifier.json")
@@ -35,25 +38,27 @@ class Case:
         self.folder = folder
 
     def run(self, command: str, fails: bool = False) -> str:
-        """Run a command of the page; returns all that it printed."""
-        done = subprocess.run(
-            command,
-            shell=True,
-            cwd=self.folder,
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
-        assert (done.returncode != 0) == fails, f"{command}\n{done.stdout}"
-        return done.stdout
+        """Run a command of the page; returns all that it printed (by a file: workers of a queue keep a pipe open)."""
+        with tempfile.TemporaryFile("w+") as said:
+            done = subprocess.run(
+                command, shell=True, cwd=self.folder, env=environment(), stdout=said, stderr=said, check=False
+            )
+            said.seek(0)
+            told = said.read()
+        assert (done.returncode != 0) == fails, f"{command}\n{told}"
+        return told
 
     def start(self, command: str) -> "subprocess.Popen[bytes]":
         """Start one as the leader of a process group, as a terminal does; what it prints is lost."""
         nowhere = subprocess.DEVNULL
         return subprocess.Popen(
-            command, shell=True, cwd=self.folder, env=environment(), process_group=0, stdout=nowhere, stderr=nowhere
+            f"exec {command}",
+            shell=True,
+            cwd=self.folder,
+            env=environment(),
+            process_group=0,
+            stdout=nowhere,
+            stderr=nowhere,
         )
 
     def all(self, heading: str) -> dict[str, str]:
@@ -77,9 +82,14 @@ class Case:
 
     def running(self) -> int:
         """How many runs of the trainer hold their folder now."""
-        inodes = {str((path / "lock").stat().st_ino) for path in self.training_runs() if (path / "lock").exists()}
-        held = {line.split()[-3].rpartition(":")[2] for line in Path("/proc/locks").read_text().splitlines()}
-        return len(inodes & held)
+        held = 0
+        for path in self.training_runs():
+            with suppress(FileNotFoundError), (path / "lock").open() as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    held += 1
+        return held
 
     def alone(self, experiment: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         """Digest of the draft that the stage makes of an experiment's settings in this process."""
@@ -103,7 +113,9 @@ def environment() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def case(recorded: Path, tiny_verifier: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+def case(
+    recorded: Path, tiny_verifier: Path, one_core: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Case]:
     """The project, which no test leaves changed."""
     root = tmp_path_factory.mktemp("experiments")
     project = Project(root / "project")
@@ -135,11 +147,17 @@ def as_committed(case: Case) -> Iterator[None]:
 
 
 def test_one_experiment(case: Case) -> None:
-    printed = case.all("One experiment")
-    for c, p in printed.items():
-        print("$", c)
-        print(p)
+    run, show, apply = commands("experiments.md", "One experiment")
+    assert "Running stage 'train'" in case.run(run) and case.params().train.learning_rate == 5e-4
+    told = case.run(show)
+    [header] = [line for line in told.splitlines() if "Experiment" in line]
+    print(told)
+    assert "expected_acceptance_length" in header and "train.learning_rate" in header
+    assert len(header.split()) < 14
+    case.run("git reset --hard --quiet")
+    case.run(apply)
     assert case.params().train.learning_rate == 5e-4
+    assert "Running stage 'train'" not in case.run("dvc repro")
 
 
 def test_a_sweep_by_two_workers_at_a_time(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,17 +171,14 @@ def test_a_sweep_by_two_workers_at_a_time(case: Case, tmp_path: Path, monkeypatc
         return {"rate-1", "rate-2"} <= case.experiments().keys()
 
     for command in commands("experiments.md", "A sweep"):
-        told = case.run(command)
-        print("$", command)
-        print(told)
+        case.run(command)
         if "queue start" in command:
-            wait_until(done, 120)
+            wait_until(done, 240)
     assert most == 2
-    drafts = set()
-    for name in ("rate-1", "rate-2"):
-        drafts.add(case.weights(name))
-        assert case.weights(name) == case.alone(name, tmp_path / name, monkeypatch)
-    assert len(drafts) == 2
+    drafts = {name: case.weights(name) for name in ("rate-1", "rate-2")}
+    assert len(set(drafts.values())) == 2
+    for name, digest in drafts.items():
+        assert digest == case.alone(name, tmp_path / name, monkeypatch)
 
 
 def test_a_killed_experiment_goes_on_where_it_was(case: Case) -> None:
@@ -173,9 +188,30 @@ def test_a_killed_experiment_goes_on_where_it_was(case: Case) -> None:
     wait_until(lambda: any(list(run.glob("step-*")) for run in case.training_runs() - before))
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    told = case.run(second)
-    print(told)
-    assert re.search(r"found this run at step \d+ of", told)
+    assert re.search(r"found this run at step \d+ of", case.run(second))
+    assert len(case.training_runs() - before) == 1
+
+
+def test_an_experiment_reaches_a_clone_and_what_was_run_here_is_not_run_there(case: Case) -> None:
+    git_push, push, listing, pull, apply = commands("experiments.md", "Experiments to others")
+    if "rate-2" not in case.experiments():
+        case.run("dvc exp run --temp --name rate-2 -S train.learning_rate=0.002")
+    case.run(git_push)
+    case.run(push)
+    clone = Case(case.folder.with_name("clone"))  # beside it, so that its default remote is the same folder
+    case.run(f"git clone --quiet {case.folder.with_name('origin.git')} {clone.folder}")
+    assert "rate-2" in clone.run(listing)
+    clone.run(pull)
+    clone.run(apply)
+    assert digest_file(clone.folder / WEIGHTS) == case.weights("rate-2")
+    assert "Running stage" not in clone.run("dvc repro")
+    pushed, pulled = commands("experiments.md", "What others ran")
+    case.run(pushed)
+    clone.run("git reset --hard --quiet")
+    clone.run(pulled)
+    assert "Running stage 'train'" not in clone.run("dvc exp run --name again -S train.learning_rate=0.002")
+    assert digest_file(clone.folder / WEIGHTS) == case.weights("rate-2")
+    assert not clone.training_runs()
 
 
 def test_settings_arrive_with_their_types(case: Case) -> None:
@@ -183,8 +219,8 @@ def test_settings_arrive_with_their_types(case: Case) -> None:
         "train.learning_rate": ("0.00001", 1e-5),
         "train.weight_decay": ("1e-5", 1e-5),
         "train.freeze_lm_head": ("false", False),
-        "verifier.revision": ("'007'", "007"),
-        "generate.temperature": ("[0.6,1.0]", [0.6, 1.0]),
+        "verifier.revision": ("'12e4'", "12e4"),
+        "evaluate.num_speculative_tokens": ("[3,5]", [3, 5]),
     }
     settings = " ".join(f'-S "{name}={text}"' for name, (text, _) in wanted.items())
     case.run(f"dvc exp run --temp --name typed {settings} check")

@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks.project import ROOT, Project
 from eagle3.digests import digest_file
+from tests.page import commands
 from tests.remote_servers import Server, rclone_s3
 
 pytestmark = pytest.mark.slow
@@ -49,6 +50,14 @@ def dvc(project: Project, *words: str, fails: bool = False) -> str:
         check=False,
     )
     assert (done.returncode != 0) == fails, done.stdout
+    return done.stdout
+
+
+def shell(project: Project, command: str) -> str:
+    """Run a line of a page in the project; returns all that it printed."""
+    words, environment = ["bash", "-c", command], project.environment()
+    done = subprocess.run(words, cwd=project.folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
@@ -203,8 +212,9 @@ def test_the_whole_story_on_s3(project: Project, s3: Server, tmp_path: Path) -> 
 
     clone = Project.clone(origin, tmp_path / "elsewhere" / "clone")
     log_in(clone, s3)
-    print(dvc(clone, "repro", "--allow-missing", "--dry"))
-    eagle3(clone, "verify", "--remote")
+    before_data = [shell(clone, command) for command in commands("experiments.md", "CI")]
+    assert re.findall(r"Running stage '([\w-]+)'", before_data[0]) == ["verifier"]
+    assert not (clone.folder / "data/draft").exists()
     dvc(clone, "pull")
     assert outs(clone) == before
     assert ran(dvc(clone, "repro")) == set()
@@ -216,7 +226,6 @@ def test_the_whole_story_on_s3(project: Project, s3: Server, tmp_path: Path) -> 
     dvc(project, "exp", "pull", "origin", "tried-there")
     assert outs(project) == before  # the workspace stays as it was
     told = eagle3(project, "compare", "HEAD", "tried-there")
-    print(told)
     assert re.search(r"train\.learning_rate.*0\.0005", told)
     eagle3(project, "lineage", "tried-there", "--check")
     eagle3(project, "verify", "--remote", "--read")

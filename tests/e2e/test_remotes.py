@@ -1,6 +1,7 @@
 """DVC's remotes on real servers: a folder, S3 as two servers speak it, SSH; whole, cut off, down, damaged, at once."""
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -9,10 +10,12 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
+from dvc.cli import main as dvc_here
 from s3fs import S3FileSystem
 
 from eagle3.digests import digest_file
 from tests.dvc_project import copy_project, eagle3, lines, make_project
+from tests.page import commands
 from tests.remote_servers import (
     BUCKET,
     KEY,
@@ -69,6 +72,25 @@ def configure(settings: Settings) -> None:
     )
 
 
+def configure_as_told(server: Server) -> str:
+    """The same by the commands of docs/experiments.md; returns the name that the remote has there."""
+    name = {"s3:": "s3", "ssh": "ssh"}.get(server.settings["url"][:3], "shared")
+    told_there = {
+        "url": ("s3://bucket/store", "ssh://data.example.com/srv/drafts", "/mnt/shared/drafts"),
+        "endpointurl": ("https://s3.example.com",),
+        "access_key_id": ("KEY",),
+        "secret_access_key": ("SECRET",),
+        "user": ("ME",),
+        "keyfile": ("~/.ssh/id_ed25519",),
+    }
+    ours = {word: server.settings.get(key, "") for key, words in told_there.items() for word in words}
+    for command in commands("experiments.md", "Remotes"):
+        words = shlex.split(command)
+        if name in words:
+            assert dvc_here([ours.get(word, word) for word in words[1:]]) == 0
+    return name
+
+
 def start_dvc(*words: str, folder: Path = Path()) -> "subprocess.Popen[str]":
     """dvc as the leader of a process group, as from a terminal."""
     return subprocess.Popen(
@@ -120,14 +142,18 @@ def told(*words: str) -> set[str]:
 @on(*ANY)
 def test_what_was_pushed_comes_back_bit_for_bit(project: Path, server: Server) -> None:
     before = digests()
-    configure(server.settings)
+    name = configure_as_told(server)
     assert told() == set(objects())
-    dvc("push")
-    done = eagle3("verify", "--remote", "--read")
-    assert done.exit_code == 0, done.output
-    assert f"remote there: {len(objects())} objects; all whole" in done.stdout
+    *there, back = [shlex.split(command) for command in commands("experiments.md", "There and back")]
+    for program, *words in there:
+        if program == "dvc":
+            dvc(*words)
+        else:
+            done = eagle3(*words)
+            assert f"remote {name}: {len(objects())} objects" in done.stdout, done.output
+    assert "0 uploaded; all whole" in done.stdout
     forget()
-    dvc("pull")
+    dvc(*back[1:])
     assert digests() == before
     assert eagle3("verify").exit_code == 0
 
@@ -159,7 +185,8 @@ def test_a_push_that_was_killed_is_told_and_made_good(project: Path, server: Ser
 
 
 @on(S3, SSH)
-def test_a_server_that_goes_down_during_a_push(project: Path, server: Server) -> None:
+def test_a_server_that_goes_down_during_a_push(project: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # S3's client tries for two minutes otherwise
     with Relay(server.port) as relay:
         configure(server.through(relay.port))
         relay.hold_after(1_500_000)
