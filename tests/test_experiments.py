@@ -51,15 +51,8 @@ class Case:
     def start(self, command: str) -> "subprocess.Popen[bytes]":
         """Start one as the leader of a process group, as a terminal does; what it prints is lost."""
         nowhere = subprocess.DEVNULL
-        return subprocess.Popen(
-            f"exec {command}",
-            shell=True,
-            cwd=self.folder,
-            env=environment(),
-            process_group=0,
-            stdout=nowhere,
-            stderr=nowhere,
-        )
+        words, where = ["sh", "-c", f"exec {command}"], {"cwd": self.folder, "env": environment()}
+        return subprocess.Popen(words, process_group=0, stdout=nowhere, stderr=nowhere, **where)
 
     def all(self, heading: str) -> dict[str, str]:
         """Run the commands below a heading of the page; returns what each printed."""
@@ -182,14 +175,19 @@ def test_a_sweep_by_two_workers_at_a_time(case: Case, tmp_path: Path, monkeypatc
 
 
 def test_a_killed_experiment_goes_on_where_it_was(case: Case) -> None:
-    first, second = commands("experiments.md", "A killed experiment")
+    first, back, second = commands("experiments.md", "A killed experiment")
+    branch = case.run("git branch --show-current").strip()
     before = case.training_runs()
     process = case.start(first)
-    wait_until(lambda: any(list(run.glob("step-*")) for run in case.training_runs() - before))
+    wait_until(lambda: any(list(run.glob("step-????????/complete.json")) for run in case.training_runs() - before))
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    assert re.search(r"found this run at step \d+ of", case.run(second))
+    assert case.run("git branch --show-current") == "\n"
+    case.run(back.replace("main", branch))
+    told = case.run(second)
+    assert re.search(r"found this run at step \d+ of", told), told
     assert len(case.training_runs() - before) == 1
+    assert case.run("git branch --show-current").strip() == branch
 
 
 def test_an_experiment_reaches_a_clone_and_what_was_run_here_is_not_run_there(case: Case) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -227,6 +228,9 @@ def test_the_whole_story_on_s3(project: Project, s3: Server, tmp_path: Path) -> 
     assert outs(project) == before  # the workspace stays as it was
     told = eagle3(project, "compare", "HEAD", "tried-there")
     assert re.search(r"train\.learning_rate.*0\.0005", told)
+    columns = dvc(project, *shlex.split(commands("experiments.md", "One experiment")[1])[1:], "--csv").split("\n")[0]
+    assert {"acceptance_length", "speedup", "validation_loss", "train.learning_rate"} <= set(columns.split(","))
+    assert len(columns.split(",")) < 22
     eagle3(project, "lineage", "tried-there", "--check")
     eagle3(project, "verify", "--remote", "--read")
     dvc(project, "exp", "apply", "tried-there")
