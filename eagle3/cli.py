@@ -234,8 +234,8 @@ def verify(
         say(f"skipped: {sentence}")
     seconds = max(time.monotonic() - began, 1e-9)
     size = found.bytes / 1e9
-    read = f"{found.files:,} files, {size:,.2f} GB in {seconds:.1f} s ({size / seconds:.2f} GB/s)"
-    _conclude(found.faults, f"verify: {read}")
+    speed = f"{size:,.2f} GB in {seconds:.1f} s ({size / seconds:.2f} GB/s)"
+    _conclude(found.faults, f"verify: {found.files:,} files, {speed}")
 
 
 def _verify_remote(names: list[str], repair: bool, read: bool) -> None:

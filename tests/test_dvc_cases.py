@@ -75,6 +75,13 @@ class Case:
     def ran(self, printed: str) -> set[str]:
         return set(re.findall(r"Running stage '([\w-]+)'", printed))
 
+    def experiments(self) -> set[str]:
+        """Names of the experiments that are done."""
+        refs = subprocess.run(
+            ["git", "for-each-ref", "refs/exps"], cwd=self.folder, capture_output=True, text=True, check=True
+        )
+        return {line.rpartition("/")[2] for line in refs.stdout.splitlines()}
+
     def set(self, section: str, key: str, value: object) -> None:
         yaml = YAML()
         params = yaml.load((self.folder / "params.yaml").read_text())
@@ -85,13 +92,6 @@ class Case:
     def git(self, *words: str, fails: bool = False) -> None:
         done = subprocess.run(["git", *words], cwd=self.folder, capture_output=True, text=True, check=False)
         assert (done.returncode != 0) == fails, done.stdout + done.stderr
-
-    def experiments(self) -> set[str]:
-        """Names of the experiments that are done."""
-        refs = subprocess.run(
-            ["git", "for-each-ref", "refs/exps"], cwd=self.folder, capture_output=True, text=True, check=True
-        )
-        return {line.rpartition("/")[2] for line in refs.stdout.splitlines()}
 
     def disk(self) -> int:
         """Bytes of all files, each counted once however many names it has."""

@@ -182,7 +182,7 @@ def test_a_killed_experiment_goes_on_where_it_was(case: Case) -> None:
     wait_until(lambda: any(list(run.glob("step-????????/complete.json")) for run in case.training_runs() - before))
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    assert case.run("git branch --show-current") == "\n"
+    assert not case.run("git branch --show-current").strip()
     case.run(back.replace("main", branch))
     told = case.run(second)
     assert re.search(r"found this run at step \d+ of", told), told
@@ -190,7 +190,7 @@ def test_a_killed_experiment_goes_on_where_it_was(case: Case) -> None:
     assert case.run("git branch --show-current").strip() == branch
 
 
-def test_an_experiment_reaches_a_clone_and_what_was_run_here_is_not_run_there(case: Case) -> None:
+def test_an_experiment_reaches_a_clone_and_nothing_runs_there(case: Case) -> None:
     git_push, push, listing, pull, apply = commands("experiments.md", "Experiments to others")
     if "rate-2" not in case.experiments():
         case.run("dvc exp run --temp --name rate-2 -S train.learning_rate=0.002")
@@ -203,12 +203,6 @@ def test_an_experiment_reaches_a_clone_and_what_was_run_here_is_not_run_there(ca
     clone.run(apply)
     assert digest_file(clone.folder / WEIGHTS) == case.weights("rate-2")
     assert "Running stage" not in clone.run("dvc repro")
-    pushed, pulled = commands("experiments.md", "What others ran")
-    case.run(pushed)
-    clone.run("git reset --hard --quiet")
-    clone.run(pulled)
-    assert "Running stage 'train'" not in clone.run("dvc exp run --name again -S train.learning_rate=0.002")
-    assert digest_file(clone.folder / WEIGHTS) == case.weights("rate-2")
     assert not clone.training_runs()
 
 
