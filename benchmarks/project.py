@@ -29,11 +29,23 @@ class Project:
                 shutil.copyfile(source, target)
         if not (folder / ".git").exists():
             self.run("git", "init", "--quiet")
-            self.run("git", "config", "user.name", "benchmark")
-            self.run("git", "config", "user.email", "benchmark@localhost")
+            self._sign()
         if not (folder / ".dvc").exists():
             self.run("dvc", "init", "--quiet")
         shutil.copyfile(ROOT / ".dvc" / "config", folder / ".dvc" / "config")
+
+    @classmethod
+    def clone(cls, origin: Path, folder: Path) -> "Project":
+        """A git clone of a project: without DVC's data, work store and remotes that git does not know."""
+        subprocess.run(["git", "clone", "--quiet", str(origin), str(folder)], check=True)
+        made = cls.__new__(cls)
+        made.folder = folder
+        made._sign()
+        return made
+
+    def _sign(self) -> None:
+        self.run("git", "config", "user.name", "benchmark")
+        self.run("git", "config", "user.email", "benchmark@localhost")
 
     def edit(self, sources: list[dict[str, Any]], settings: dict[str, Any]) -> None:
         """Put prompt sources and dotted settings (`train.epochs`: 2) into params.yaml, sources into dvc.yaml too."""

@@ -212,12 +212,18 @@ def verify(
         bool, typer.Option("--remote", help="Ask a remote (DVC's default one) for all that dvc.lock records.")
     ] = False,
     repair: Annotated[bool, typer.Option("--repair", help="With --remote: upload what it lacks.")] = False,
+    read: Annotated[
+        bool, typer.Option("--read", help="With --remote: download every object and compare its bytes.")
+    ] = False,
 ) -> None:
     """Read every file again and compare it with the digests in the indexes, the lineage and dvc.lock; exit 1 if one
-    differs, is missing or foreign. With --remote: are the objects there, and of the right size? Downloads nothing."""
+    differs, is missing or foreign. With --remote: are the objects there, and of the right size? Downloads nothing
+    unless --read asks for it."""
     if remote:
-        _verify_remote([str(place) for place in places or []], repair)
+        _verify_remote([str(place) for place in places or []], repair, read)
         return
+    if read:
+        raise ValueError("--read goes with --remote; without it `eagle3 verify` reads every byte that is here")
     if repair:
         raise ValueError(
             "--repair goes with --remote; what is damaged here, the lines of `eagle3 verify` say how to mend"
@@ -228,11 +234,11 @@ def verify(
         say(f"skipped: {sentence}")
     seconds = max(time.monotonic() - began, 1e-9)
     size = found.bytes / 1e9
-    read = f"{found.files:,} files, {size:,.2f} GB in {seconds:.1f} s ({size / seconds:.2f} GB/s)"
-    _conclude(found.faults, f"verify: {read}")
+    speed = f"{size:,.2f} GB in {seconds:.1f} s ({size / seconds:.2f} GB/s)"
+    _conclude(found.faults, f"verify: {found.files:,} files, {speed}")
 
 
-def _verify_remote(names: list[str], repair: bool) -> None:
+def _verify_remote(names: list[str], repair: bool, read: bool) -> None:
     if len(names) > 1:
         raise ValueError(f"one remote at a time: {', '.join(names)}")
     tracked = open_tracked()
@@ -240,7 +246,7 @@ def _verify_remote(names: list[str], repair: bool) -> None:
         raise ValueError("this folder lies in no DVC repository, so no remote is known")
     faults: list[Fault] = []
     told = []
-    for found in verify_remote(tracked, names[0] if names else None, repair):
+    for found in verify_remote(tracked, names[0] if names else None, repair, read):
         mended = f", {found.uploaded:,} uploaded" if repair else ""
         told.append(f"remote {found.remote}: {found.objects:,} objects{mended}")
         faults += found.faults

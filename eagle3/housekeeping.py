@@ -27,10 +27,10 @@ from eagle3.params import Params
 from eagle3.schemas import STATES
 from eagle3.tables import INDEX, Account, read_columns
 from eagle3.verifier import BUNDLED, bundled_folder, read_identity
-from eagle3.workstore import work_folder, work_root
+from eagle3.workstore import LOCK, work_folder, work_root
 
 TOKENS, STATES_OUT, IDENTITY = Path("data/tokens"), Path("data/hidden_states"), Path("data/verifier.json")
-WRITERS = ("generate", "extract", "train", "verifiers")  # folders with a lock
+WRITERS = ("generate", "extract", "train", "train/*", "verifiers")  # folders with a lock
 JUDGED = ("extract", "train", "verifiers")
 KINDS = {
     "generate": "answers",
@@ -54,9 +54,9 @@ class Unit:
     needed: str | None
 
     def files(self) -> list[Path]:
-        """All its files."""
+        """All its files, without locks."""
         inside = (file for path in self.paths for file in (path.rglob("*") if path.is_dir() else [path]))
-        return [file for file in inside if file.is_file() and not file.is_symlink()]
+        return [file for file in inside if file.is_file() and not file.is_symlink() and file.name != LOCK]
 
     def sizes(self) -> "Sizes":
         """Its bytes."""
@@ -148,9 +148,8 @@ def remove(entries: list[Entry]) -> None:
 def no_stage_running() -> Iterator[None]:
     """Hold the locks of all stages that write into the work store. Raises ValueError when one runs."""
     with ExitStack() as held:
-        for stage in WRITERS:
-            if (work_root() / stage).is_dir():
-                held.enter_context(work_folder(stage))
+        for folder in (path for name in WRITERS for path in sorted(work_root().glob(name)) if path.is_dir()):
+            held.enter_context(work_folder(str(folder.relative_to(work_root()))))
         yield
 
 

@@ -114,7 +114,7 @@ def _on_remote(found: Found) -> list[Link]:
     if not outs:
         raise ValueError("--remote: the lineage names no objects: DVC did not run the stages before `train`")
     links = []
-    for findings in verify_outs(tracked, outs, None, repair=False):
+    for findings in verify_outs(tracked, outs, None, repair=False, read=False):
         place = f"remote {findings.remote}"
         links += [Link(place, BROKEN, str(fault)) for fault in findings.faults]
         if not findings.faults:

@@ -1,4 +1,4 @@
-"""Is everything on the remote that dvc.lock implies, whole? Sizes are asked for, nothing is downloaded.
+"""Is everything on the remote that dvc.lock implies, whole? Sizes are asked for; bytes are read only on request.
 
 `dvc push` does not tell: it succeeds when an object is missing in the cache, and on the remote it looks for the listing
 of a folder alone. What the remote lacks can be uploaded again from the cache, once the cache's bytes are checked.
@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from eagle3.console import say
+from eagle3.console import Progress, say
 from eagle3.tracked import DIR, Out, OutFile, Remote, Tracked
 from eagle3.verification import Fault, digest_files
 
@@ -33,26 +33,29 @@ class _Lack:
     problem: str
 
 
-def verify_remote(tracked: Tracked, name: str | None, repair: bool) -> list[RemoteFindings]:
-    """Check the remote of this name, or by default the one that each out belongs to. repair: upload what the cache has.
+def verify_remote(tracked: Tracked, name: str | None, repair: bool, read: bool) -> list[RemoteFindings]:
+    """Check the remote of this name, or by default the one that each out belongs to.
 
+    repair: upload what the cache has. read: download every object and compare its bytes with its name.
     Raises ValueError when there is no such remote, it does not answer, or it refuses.
     """
     outs = [out for out in tracked.outs() if out.pushed]
     if not outs:
         raise ValueError("dvc.lock records no out yet; `dvc repro` makes them, `dvc push` takes them to the remote")
-    return verify_outs(tracked, outs, name, repair)
+    return verify_outs(tracked, outs, name, repair, read)
 
 
-def verify_outs(tracked: Tracked, outs: Sequence[Out], name: str | None, repair: bool) -> list[RemoteFindings]:
+def verify_outs(
+    tracked: Tracked, outs: Sequence[Out], name: str | None, repair: bool, read: bool
+) -> list[RemoteFindings]:
     """The same for these outs, whatever dvc.lock says now."""
     by_remote: defaultdict[str | None, list[Out]] = defaultdict(list)
     for out in outs:
         by_remote[name or out.remote].append(out)
-    return [_verify_one(tracked, tracked.remote(asked), own, repair) for asked, own in by_remote.items()]
+    return [_verify_one(tracked, tracked.remote(asked), own, repair, read) for asked, own in by_remote.items()]
 
 
-def _verify_one(tracked: Tracked, remote: Remote, outs: Sequence[Out], repair: bool) -> RemoteFindings:
+def _verify_one(tracked: Tracked, remote: Remote, outs: Sequence[Out], repair: bool, read: bool) -> RemoteFindings:
     found = RemoteFindings(remote.name)
     contents: dict[Out, list[OutFile]] = {}
     for out in outs:
@@ -64,6 +67,8 @@ def _verify_one(tracked: Tracked, remote: Remote, outs: Sequence[Out], repair: b
     say(f"remote {remote.name}: asking for {len(objects):,} objects")
     sizes = remote.sizes(sorted(objects))
     lacking = _lacking(contents, sizes)
+    if read:
+        lacking |= _damaged(remote, contents, {name: size for name, size in sizes.items() if name not in lacking})
     if repair and lacking:
         lacking = _repair(remote, lacking, found)
     found.objects, found.bytes = len(objects), sum(sizes.values())
@@ -104,6 +109,18 @@ def _lacking(contents: dict[Out, list[OutFile]], sizes: dict[str, int]) -> dict[
             problem = f"its objects have {total:,} bytes in all, dvc.lock says {out.size:,}"
             lacking.setdefault(out.object, _Lack(files[0], problem))
     return lacking
+
+
+def _damaged(remote: Remote, contents: dict[Out, list[OutFile]], sizes: dict[str, int]) -> dict[str, _Lack]:
+    """What has the right size and other bytes, by object. sizes: of the objects to read."""
+    files = {file.object: file for files in contents.values() for file in files}
+    damaged: dict[str, _Lack] = {}
+    with Progress(f"reading remote {remote.name}", sum(sizes.values()), "bytes") as progress:
+        for name, digest in remote.digests(list(sizes)):
+            progress.advance(sizes[name])
+            if digest != name.removesuffix(DIR):
+                damaged[name] = _Lack(files[name], f"object {name} is damaged: its bytes differ from its name")
+    return damaged
 
 
 def _size_of(file: OutFile) -> int | None:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -20,6 +21,8 @@ from dvc.scm import resolve_rev
 from eagle3.console import visible
 
 DIR = ".dir"
+READERS = 8  # objects of a remote that are read at a time
+PIECE = 1 << 22
 _MD5 = re.compile(r"[0-9a-f]{32}")
 
 
@@ -169,6 +172,23 @@ class Remote:
                 return None
         _check_object(data, name, f"{what} on remote {self.name}")
         return data
+
+    def digests(self, names: Sequence[str]) -> Iterator[tuple[str, str]]:
+        """Each object that is there with the MD5 of its bytes, in the order in which they are done. Downloads all."""
+        with _plain_errors(f"remote {self.name}"), ThreadPoolExecutor(READERS) as pool:
+            try:
+                futures = {pool.submit(self._digest, name): name for name in names}
+                for future in as_completed(futures):
+                    yield futures[future], future.result()
+            finally:  # Ctrl-C too
+                pool.shutdown(cancel_futures=True)
+
+    def _digest(self, name: str) -> str:
+        state = hashlib.md5(usedforsecurity=False)
+        with self._odb.fs.open(self._odb.oid_to_path(name), "rb") as file:
+            while piece := file.read(PIECE):
+                state.update(piece)
+        return state.hexdigest()
 
     def upload(self, files: Iterable[tuple[Path, str]]) -> dict[str, str]:
         """Put files under the names of their objects, over what is there. Returns what went wrong, by object."""

@@ -10,12 +10,15 @@ import os
 import sqlite3
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 
 from safetensors import SafetensorError
 
+from eagle3.console import say
 from eagle3.digests import digest_bytes
+
+LOCK = "lock"
 
 
 def work_root() -> Path:
@@ -24,28 +27,46 @@ def work_root() -> Path:
     return Path(explicit) if explicit else Path(os.environ.get("DVC_ROOT", ".")).absolute() / ".work"
 
 
+def in_own_folder() -> bool:
+    """Whether this is an experiment that DVC runs in a folder of its own (`--temp`, `--queue`), beside others."""
+    root = os.environ.get("DVC_ROOT")
+    return root is not None and Path.cwd().is_relative_to(Path(root).resolve() / ".dvc" / "tmp")
+
+
 @contextmanager
-def work_folder(stage: str, wait_s: float = 0) -> Iterator[Path]:
-    """The stage's folder, locked for one writer. Raises ValueError when another process holds it after `wait_s`."""
-    folder = work_root() / stage
+def work_folder(name: str) -> Iterator[Path]:
+    """A folder of the work store, of a stage or of a run of it, locked for one writer.
+
+    When another process holds it: an experiment in a folder of its own waits, so that the workers of a queue take
+    turns; elsewhere it raises ValueError, because whoever sits there had better know.
+    """
+    folder = work_root() / name
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("a+") as lock:
-        deadline = time.monotonic() + wait_s
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    lock.seek(0)
-                    holder = lock.read().strip() or "?"
-                    raise ValueError(
-                        f"{folder} is in use by process {holder}; wait for it or end it, then run again"
-                    ) from None
-                time.sleep(0.2)
+    with (folder / LOCK).open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            holder = lock.read().strip() or "?"
+            if not in_own_folder():
+                raise ValueError(
+                    f"{folder} is in use by process {holder}; wait for it or end it, then run again"
+                ) from None
+            say(f"{folder} is in use by process {holder}; waiting for it")
+            fcntl.flock(lock, fcntl.LOCK_EX)
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
+        yield folder
+
+
+@contextmanager
+def run_folder(stage: str, key: str) -> Iterator[Path]:
+    """The folder of one run of a stage, locked, for runs of which several may go on at a time.
+
+    Runs whose outs are in the same place, the project's, have the stage's lock too.
+    """
+    with nullcontext() if in_own_folder() else work_folder(stage), work_folder(f"{stage}/{key}") as folder:
         yield folder
 
 

@@ -27,7 +27,7 @@ from eagle3.stage import check_commit, run_stage
 from eagle3.tables import write_metrics
 from eagle3.verifier import VerifierIdentity, locate_verifier, read_identity, verifier_digest
 from eagle3.verifier_head import load_head
-from eagle3.workstore import work_folder, write_file
+from eagle3.workstore import run_folder, write_file
 
 
 def train(hidden_states: Path, verifier_path: Path, draft: Path, metrics: Path, plots: Path, params_path: Path) -> None:
@@ -84,9 +84,9 @@ def train_here(
         sizes = checkpoint.fit(sizes, verifier.aux_layer_ids)
     if processes.leads:
         announce(corpus, vocabulary, coverage, verifier, processes)
-    with work_folder("train") if processes.leads else nullcontext() as work:
-        store = CheckpointStore(work / key) if work else None
-        origin = origin_once(work / key / NOTE, hidden_states) if work else None
+    with run_folder("train", key) if processes.leads else nullcontext() as work:
+        store = CheckpointStore(work) if work else None
+        origin = origin_once(work / NOTE, hidden_states) if work else None
         trainer = Trainer(corpus, sizes, vocabulary, load_head(folder), settings, store, processes, checkpoint)
         trainer.train(plots)
     if origin is not None:

@@ -1,7 +1,9 @@
 """DVC as its users meet it: untracked files, temporary runs, merges. Stages check, prompts, extract; a fake engine."""
 
 import re
+import shlex
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,8 @@ from ruamel.yaml import YAML
 
 from benchmarks.project import Project
 from tests.extract_runs import contents, make_rows, prepare
+from tests.page import commands
+from tests.stage_runs import wait_until
 from tests.test_extract import FAKE, IDENTITY
 from tests.token_tables import PROJECT
 
@@ -54,25 +58,29 @@ class Case:
         self.project.commit("first run")
 
     def dvc(self, *words: str, fails: bool = False) -> str:
-        """Run dvc; returns all that it printed."""
+        """Run dvc; returns all that it printed (by a file: the workers of a queue keep a pipe open)."""
         environment = self.project.environment() | {
             "EAGLE3_FAKE_REQUESTS": str(self.requests),
             "PYTHONPATH": str(PROJECT),
         }
-        done = subprocess.run(
-            ["dvc", *words],
-            cwd=self.folder,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
-        assert (done.returncode != 0) == fails, done.stdout
-        return done.stdout
+        with tempfile.TemporaryFile("w+") as said:
+            done = subprocess.run(
+                ["dvc", *words], cwd=self.folder, env=environment, stdout=said, stderr=said, check=False
+            )
+            said.seek(0)
+            told = said.read()
+        assert (done.returncode != 0) == fails, told
+        return told
 
     def ran(self, printed: str) -> set[str]:
         return set(re.findall(r"Running stage '([\w-]+)'", printed))
+
+    def experiments(self) -> set[str]:
+        """Names of the experiments that are done."""
+        refs = subprocess.run(
+            ["git", "for-each-ref", "refs/exps"], cwd=self.folder, capture_output=True, text=True, check=True
+        )
+        return {line.rpartition("/")[2] for line in refs.stdout.splitlines()}
 
     def set(self, section: str, key: str, value: object) -> None:
         yaml = YAML()
@@ -116,6 +124,29 @@ def test_d05_a_temporary_run_shares_store_and_cache(case: Case) -> None:
     assert not list((case.folder / ".dvc/tmp/exps").glob("tmp*"))
 
 
+def test_queued_runs_take_turns_at_the_engine_and_record_nothing_twice(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two workers, two experiments that need the same new states: one records, the other waits and finds them."""
+    case.requests.unlink(missing_ok=True)
+    settings = ["-S", "extract.shard_max_mib=0.5", "-S", "extract.min_head_agreement=0.9,0.91"]
+    case.dvc("exp", "run", "--queue", "--name", "apart", *settings, "extract")
+    monkeypatch.setenv("EAGLE3_FAKE", '{"seconds_each": 0.1}')
+    case.dvc("queue", "start", "-j", "2")
+    wait_until(lambda: len(case.experiments() & {"apart-1", "apart-2"}) == 2, 120)
+    case.dvc("queue", "stop", "--kill")
+    recorded = case.requests.read_text().split()
+    assert 0 < len(recorded) == len(set(recorded))
+    logs = "".join(case.dvc("queue", "logs", name) for name in ("apart-1", "apart-2"))
+    assert logs.count("waiting for it") == 1
+    case.dvc("exp", "apply", "apart-2")
+    one = contents(case.folder / "data/hidden_states")
+    case.dvc("exp", "apply", "apart-1")
+    assert contents(case.folder / "data/hidden_states") == one
+    case.git("reset", "--hard", "--quiet")
+    case.dvc("checkout", "--force")
+
+
 def test_d04_a_prompt_file_that_git_does_not_track_is_named(case: Case) -> None:
     """A temporary run starts from what git tracks, and says so when a prompt file is missing there."""
     new = {"path": "data/prompts/new.jsonl", "name": "new"}
@@ -129,7 +160,8 @@ def test_d04_a_prompt_file_that_git_does_not_track_is_named(case: Case) -> None:
 
 
 def test_d14_a_conflict_in_the_lock_is_resolved_without_new_work(case: Case) -> None:
-    """Two branches changed different stages. By README's recipe all comes from the cache."""
+    """Two branches changed different stages. By the recipe of docs/experiments.md all comes from the cache."""
+    resolve, _, finish = commands("experiments.md", "Merging two branches")
     base = subprocess.run(
         ["git", "branch", "--show-current"], cwd=case.folder, capture_output=True, text=True, check=True
     ).stdout.strip()
@@ -147,12 +179,12 @@ def test_d14_a_conflict_in_the_lock_is_resolved_without_new_work(case: Case) -> 
     case.git("merge", "one", fails=True)
     assert "<<<<<<<" in (case.folder / "dvc.lock").read_text()
     assert "dvc.lock" in case.dvc(*REPRO, fails=True)
-    case.git("checkout", "--ours", "dvc.lock")
+    case.git(*shlex.split(resolve)[1:])
     printed = case.dvc(*REPRO)
     assert case.ran(printed) == {"check"}
     assert not case.requests.exists()
     assert contents(case.folder / "data/hidden_states") == states
-    case.project.commit("merged")
+    case.git(*shlex.split(finish)[1:])
     assert "<<<<<<<" not in (case.folder / "dvc.lock").read_text()
     assert case.ran(case.dvc(*REPRO)) == set()
 

@@ -144,7 +144,7 @@ def test_what_a_killed_stage_left_goes(run: Run) -> None:
     assert not lonely.exists()
 
 
-@pytest.mark.parametrize("stage", ["generate", "extract", "train"])
+@pytest.mark.parametrize("stage", ["generate", "extract", "train", "train/a-run-of-an-experiment"])
 def test_a_running_stage_blocks_gc(run: Run, stage: str) -> None:
     run.extract(make_rows(1))
     run.extract(make_rows(2))

@@ -1,5 +1,6 @@
 """params.yaml is read strictly, as DVC writes it, and errors name the key."""
 
+import re
 import resource
 import subprocess
 import sys
@@ -69,6 +70,58 @@ def test_d07_e18_settings_that_dvc_rewrites_keep_their_types(tmp_path: Path) -> 
         assert params.prompts.sources[0].name == name, path.read_text()
         assert params.verifier.aux_layer_ids == [2, 4, 5]
         assert (params.train.learning_rate, params.train.epochs) == (1e-5, 7)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("train.learning_rate=0.00001", 1e-5),
+        ("train.learning_rate=1E-5", 1e-5),
+        ("train.learning_rate=1", 1.0),
+        ("train.freeze_lm_head=false", False),
+        ("train.freeze_lm_head=True", True),
+        ("train.loss=hard_labels", "hard_labels"),
+        ("train.loss='hard_labels'", "hard_labels"),
+        ('verifier.chat_template="my template.jinja"', "my template.jinja"),
+        ("verifier.revision='1e5'", "1e5"),
+        ("verifier.revision='007'", "007"),
+        ("verifier.aux_layer_ids=null", None),
+        ("verifier.aux_layer_ids=[1,2,4]", [1, 2, 4]),
+        ("generate.temperature=[0.6,1e-1]", [0.6, 0.1]),
+        ("evaluate.num_speculative_tokens=[3,5]", [3, 5]),
+        ("reasoning.also_ended_by=['<end of it>',no]", ["<end of it>", "no"]),
+        ("+generate.chat_template_kwargs.enable_thinking=true", {"enable_thinking": True}),
+    ],
+)
+def test_what_experiments_set_arrives_with_its_type(tmp_path: Path, setting: str, value: object) -> None:
+    path = edited(tmp_path, EPOCHS, EPOCHS)
+    apply_overrides(str(path), [setting])
+    section, key = setting.lstrip("+").partition("=")[0].split(".")[:2]
+    found = getattr(getattr(load_params(path), section), key)
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "train.learning_rate=true",
+        "train.learning_rate='1e-5'",
+        "train.learning_rate=[1e-5]",
+        "train.epochs=1.5",
+        "train.epochs=1e0",
+        "train.freeze_lm_head=no",
+        "train.freeze_lm_head=1",
+        "train.loss=null",
+        "verifier.aux_layer_ids=1",
+        "generate.temperature=[hot]",
+    ],
+)
+def test_what_experiments_set_of_another_type_is_refused_by_name(tmp_path: Path, setting: str) -> None:
+    path = edited(tmp_path, EPOCHS, EPOCHS)
+    apply_overrides(str(path), [setting])
+    with pytest.raises(ValueError, match=re.escape(setting.partition("=")[0])):
+        load_params(path)
 
 
 @pytest.mark.parametrize(("text", "value"), [("0.00001", 1e-5), ("1e-5", 1e-5), ("1.0e-05", 1e-5), ("1", 1.0)])

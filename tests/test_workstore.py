@@ -5,11 +5,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from eagle3.workstore import RowStore, link_or_copy, work_folder, work_root, write_file
+from eagle3.workstore import RowStore, link_or_copy, run_folder, work_folder, work_root, write_file
+
+ROOT = Path(__file__).parent.parent
 
 WRITER = """
 import sys, time
@@ -99,9 +103,49 @@ def test_files_appear_whole_and_leave_nothing_aside(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
-def test_waiting_for_the_lock_ends() -> None:
-    with work_folder("x"):
+@pytest.fixture
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in `dvc exp run --temp`: DVC runs the stage in a folder of its own."""
+    folder = tmp_path / "main/.dvc/tmp/exps/tmp1"
+    folder.mkdir(parents=True)
+    monkeypatch.setenv("DVC_ROOT", str(tmp_path / "main"))
+    monkeypatch.chdir(folder)
+
+
+@contextmanager
+def held(name: str, seconds: float) -> "Iterator[subprocess.Popen[str]]":
+    """Another process that holds a folder of the work store for so long."""
+    code = (
+        f"from eagle3.workstore import work_folder\nimport time\nwith work_folder({name!r}):\n"
+        f" print('held', flush=True)\n time.sleep({seconds})"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "DVC_ROOT"}
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        next(process.stdout)
+        yield process
+        process.kill()
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_experiments_in_folders_of_their_own_take_turns(capsys: pytest.CaptureFixture[str]) -> None:
+    with held("extract", 1) as holder:
         start = time.monotonic()
-        with pytest.raises(ValueError, match="in use"), work_folder("x", wait_s=0.5):
-            pass
-        assert 0.4 < time.monotonic() - start < 5
+        with work_folder("extract"):
+            assert time.monotonic() - start > 0.5
+            assert holder.wait() == 0
+    assert f"is in use by process {holder.pid}; waiting for it" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_two_runs_of_a_stage_go_on_side_by_side_if_their_outs_are_apart() -> None:
+    with held("train/one", 60), run_folder("train", "two") as folder:
+        assert folder == work_root() / "train/two"
+
+
+def test_two_runs_of_a_stage_in_one_place_do_not() -> None:
+    with run_folder("train", "one"), pytest.raises(ValueError, match="in use"), run_folder("train", "two"):
+        pass
+    with held("train/one", 60), pytest.raises(ValueError, match="in use"), run_folder("train", "one"):
+        pass

@@ -3,11 +3,13 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ import pytest
 
 from benchmarks.project import ROOT, Project
 from eagle3.digests import digest_file
+from tests.page import commands
+from tests.remote_servers import Server, rclone_s3
 
 pytestmark = pytest.mark.slow
 
@@ -49,6 +53,14 @@ def dvc(project: Project, *words: str, fails: bool = False) -> str:
         check=False,
     )
     assert (done.returncode != 0) == fails, done.stdout
+    return done.stdout
+
+
+def shell(project: Project, command: str) -> str:
+    """Run a line of a page in the project; returns all that it printed."""
+    words, environment = ["bash", "-c", command], project.environment()
+    done = subprocess.run(words, cwd=project.folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
@@ -196,8 +208,65 @@ def test_an_evaluation_that_was_killed_goes_on(project: Project) -> None:
         os.killpg(killed.pid, signal.SIGKILL)
     ((kept_answers, total),) = re.findall(r"(\d+) of (\d+) answers are kept from a run", dvc(project, *command[1:]))
     assert 0 < int(kept_answers) < int(total) == 2 * project.metrics("evaluate")["num_prompts"]
-    assert list(kept.iterdir()) == []
+    assert [path for path in kept.iterdir() if path.is_dir()] == []
     project.restore()
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with rclone_s3(tmp_path_factory.mktemp("s3") / "server") as server:
+        yield server
+
+
+def test_the_whole_story_on_s3(project: Project, s3: Server, tmp_path: Path) -> None:
+    """Pushed, cloned elsewhere, pulled, trained and served anew there, pushed, pulled back, compared."""
+    project.restore()
+    dvc(project, "checkout", "--force")
+    before = outs(project)
+    origin = tmp_path / "origin.git"
+    project.run("git", "init", "--quiet", "--bare", str(origin))
+    project.run("git", "remote", "add", "origin", str(origin))
+    dvc(project, "remote", "add", "--default", "s3", s3.settings["url"])
+    dvc(project, "remote", "modify", "s3", "endpointurl", s3.settings["endpointurl"])
+    project.commit("data lies on S3")
+    log_in(project, s3)
+    dvc(project, "push")
+    project.run("git", "push", "--quiet", "origin", "HEAD")
+
+    clone = Project.clone(origin, tmp_path / "elsewhere" / "clone")
+    log_in(clone, s3)
+    before_data = [shell(clone, command) for command in commands("experiments.md", "CI")]
+    assert re.findall(r"Running stage '([\w-]+)'", before_data[0]) == ["verifier"]
+    assert not (clone.folder / "data/draft").exists()
+    dvc(clone, "pull")
+    assert outs(clone) == before
+    assert ran(dvc(clone, "repro")) == set()
+    settings = ["-S", "train.learning_rate=5e-4", "-S", "evaluate.estimate_prompts=0"]
+    assert ran(dvc(clone, "exp", "run", "--name", "tried-there", *settings)) == {"train", "evaluate"}
+    dvc(clone, "exp", "push", "origin", "tried-there")
+
+    assert "tried-there" not in dvc(project, "exp", "list")
+    dvc(project, "exp", "pull", "origin", "tried-there")
+    assert outs(project) == before  # the workspace stays as it was
+    told = eagle3(project, "compare", "HEAD", "tried-there")
+    assert re.search(r"train\.learning_rate.*0\.0005", told)
+    columns = dvc(project, *shlex.split(commands("experiments.md", "One experiment")[1])[1:], "--csv").split("\n")[0]
+    assert {"acceptance_length", "speedup", "validation_loss", "train.learning_rate"} <= set(columns.split(","))
+    assert len(columns.split(",")) < 22
+    eagle3(project, "lineage", "tried-there", "--check")
+    eagle3(project, "verify", "--remote", "--read")
+    dvc(project, "exp", "apply", "tried-there")
+    assert outs(project) == outs(clone)
+    eagle3(project, "verify")
+    assert ran(dvc(project, "repro")) == set()
+    project.restore()
+    dvc(project, "checkout", "--force")
+
+
+def log_in(project: Project, s3: Server) -> None:
+    """Credentials, which git never sees."""
+    for name in ("access_key_id", "secret_access_key"):
+        dvc(project, "remote", "modify", "--local", "s3", name, s3.settings[name])
 
 
 def test_a_failing_stage_leaves_git_clean_of_outs(project: Project) -> None:
