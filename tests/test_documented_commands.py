@@ -108,6 +108,9 @@ NOT_RUN = {
     "data/plots/train params.yaml": "needs two machines: `test_two_machines_join_by_torchrun`",
 }
 
+#: Pages whose commands are all run by a test of their own, which reads them there.
+RUN_ELSEWHERE = {ROOT / "docs/experiments.md": "tests/test_experiments.py"}
+
 #: What is run in the project, in this order: the command as it is shown, and a word that it must print.
 RUN = {
     "dvc push": "",
@@ -157,7 +160,7 @@ MAY_FAIL = {command: {0, 1} for command in RUN if command.startswith("eagle3 est
 
 
 def shown() -> set[str]:
-    return {command for page in PAGES for command in commands(page)}
+    return {command for page in PAGES if page not in RUN_ELSEWHERE for command in commands(page)}
 
 
 def test_every_command_is_run_or_named_with_a_reason() -> None:
@@ -165,6 +168,11 @@ def test_every_command_is_run_or_named_with_a_reason() -> None:
     assert shown() - RUN.keys() - NOT_RUN.keys() == set(), "run these, or say in NOT_RUN why not"
     assert RUN.keys() - shown() == NOT_RUN.keys() - shown() == set(), "no page has these any more"
     assert RUN.keys().isdisjoint(NOT_RUN)
+
+
+@pytest.mark.parametrize("page", RUN_ELSEWHERE, ids=lambda page: page.stem)
+def test_a_page_of_its_own_is_read_by_its_test(page: Path) -> None:
+    assert page.name in (ROOT / RUN_ELSEWHERE[page]).read_text()
 
 
 def test_reasons_name_tests_that_are_there() -> None:
@@ -279,7 +287,9 @@ def real(command: str, verifier: Path) -> str:
     return re.sub(r"<its name>", "my-experiment", command)
 
 
-@pytest.mark.parametrize("command", NOT_RUN)
+@pytest.mark.parametrize(
+    "command", [*NOT_RUN, *sorted({line for page in RUN_ELSEWHERE for line in commands(page)} - NOT_RUN.keys())]
+)
 def test_its_options_exist(command: str) -> None:
     for part in re.split(r"&&|&$", re.sub(r"<[^>]+>|\$\(+[^)]*\)+", "something", command)):
         check_words(shlex.split(part))
