@@ -146,6 +146,7 @@ RUN = {
     "eagle3 verify": "all whole",
     "eagle3 verify data/hidden_states": "all whole",
     "eagle3 verify --remote": "all whole",
+    "eagle3 verify --remote --read": "all whole",
     "eagle3 verify --remote --repair": "all whole",
     "eagle3 estimate": "states",
     "eagle3 estimate --rows 10000 --prompt-tokens 500 --answer-tokens 2500 --hidden-size 7168 --aux-layers 3 --gpus 8 "
