@@ -129,7 +129,7 @@ def test_queued_runs_take_turns_at_the_engine_and_record_nothing_twice(
 ) -> None:
     """Two workers, two experiments that need the same new states: one records, the other waits and finds them."""
     case.requests.unlink(missing_ok=True)
-    settings = ["-S", "extract.shard_max_mib=0.5", "-S", "extract.min_head_agreement=0.9,0.91"]
+    settings = ["-S", "extract.shard_max_mib=0.3", "-S", "extract.min_head_agreement=0.9,0.91"]
     case.dvc("exp", "run", "--queue", "--name", "apart", *settings, "extract")
     monkeypatch.setenv("EAGLE3_FAKE", '{"seconds_each": 0.1}')
     case.dvc("queue", "start", "-j", "2")

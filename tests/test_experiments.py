@@ -220,3 +220,13 @@ def test_settings_arrive_with_their_types(case: Case) -> None:
     for name, (_, value) in wanted.items():
         section, key = name.split(".")
         assert getattr(getattr(params, section), key) == value
+
+
+def test_what_experiments_need_survives_the_cleaning_of_the_disk(case: Case) -> None:
+    if not case.experiments():
+        case.run("dvc exp run --temp --name rate-2 -S train.learning_rate=0.002")
+    before = {name: case.weights(name) for name in case.experiments()}
+    for command in commands("experiments.md", "Disk"):
+        case.run(f"echo y | {command}")
+    assert {name: case.weights(name) for name in case.experiments()} == before
+    assert "up to date" in case.run("dvc status")
