@@ -144,7 +144,6 @@ def test_one_experiment(case: Case) -> None:
     assert "Running stage 'train'" in case.run(run) and case.params().train.learning_rate == 5e-4
     told = case.run(show)
     [header] = [line for line in told.splitlines() if "Experiment" in line]
-    print(told)
     assert "expected_acceptance_length" in header and "train.learning_rate" in header
     assert len(header.split()) < 14
     case.run("git reset --hard --quiet")
