@@ -98,6 +98,8 @@ LONGEST = (
     "test_reasoners",
     "test_recording",
     "test_probe",
+    "test_remotes",
+    "test_experiments",
 )
 
 

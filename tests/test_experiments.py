@@ -144,7 +144,6 @@ def test_one_experiment(case: Case) -> None:
     assert "Running stage 'train'" in case.run(run) and case.params().train.learning_rate == 5e-4
     told = case.run(show)
     [header] = [line for line in told.splitlines() if "Experiment" in line]
-    print(told)
     assert "expected_acceptance_length" in header and "train.learning_rate" in header
     assert len(header.split()) < 14
     case.run("git reset --hard --quiet")
@@ -220,3 +219,13 @@ def test_settings_arrive_with_their_types(case: Case) -> None:
     for name, (_, value) in wanted.items():
         section, key = name.split(".")
         assert getattr(getattr(params, section), key) == value
+
+
+def test_what_experiments_need_survives_the_cleaning_of_the_disk(case: Case) -> None:
+    if not case.experiments():
+        case.run("dvc exp run --temp --name rate-2 -S train.learning_rate=0.002")
+    before = {name: case.weights(name) for name in case.experiments()}
+    for command in commands("experiments.md", "Disk"):
+        case.run(f"echo y | {command}")
+    assert {name: case.weights(name) for name in case.experiments()} == before
+    assert "up to date" in case.run("dvc status")

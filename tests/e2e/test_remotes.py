@@ -206,7 +206,6 @@ def test_a_server_that_goes_down_during_a_push(project: Path, server: Server, mo
         said, _ = push.communicate(timeout=120)
         assert push.returncode != 0
         assert "Traceback" not in said
-        print(said)
         [*_, last] = eagle3("verify", "--remote").stderr.splitlines()
         assert last.startswith("error: remote there: ")
         assert eagle3("verify").exit_code == 0  # nothing is lost here
@@ -224,7 +223,6 @@ def test_wrong_credentials(project: Path, server: Server) -> None:
     said = dvc("push", fails=True)
     assert "Traceback" not in said and "another-secret" not in said
     assert any(line.startswith("ERROR: ") for line in said.splitlines()), said
-    print(said)
     done = eagle3("verify", "--remote")
     assert done.exit_code == 1
     assert done.stderr.splitlines()[-1].startswith("error: remote there: ")
@@ -271,8 +269,7 @@ def test_an_object_with_other_bytes_on_the_remote(project: Path, server: Server,
     clone = copy_project(project, tmp_path / "clone")
     forget()
     said = dvc("pull", fails=True)
-    assert "data/hidden_states" in said
-    print(said)
+    assert "Checkout failed for following targets:\ndata/hidden_states" in said
     assert not (clone / shard).exists()
     assert victim.read_bytes() not in [path.read_bytes() for path in objects().values()]
     os.chdir(project)
