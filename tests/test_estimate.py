@@ -305,6 +305,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return dict(zip(LAYOUTS, json.loads(ran.stdout.splitlines()[-1]), strict=True))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_links_and_copies_take_what_was_said(name: str, runs: dict[str, Any]) -> None:
     """Of each filesystem, to within the small files of a project (tables, DVC's own)."""

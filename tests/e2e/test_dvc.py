@@ -218,6 +218,7 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
+@pytest.mark.exhaustive
 def test_the_whole_story_on_s3(project: Project, s3: Server, tmp_path: Path) -> None:
     """Pushed, cloned elsewhere, pulled, trained and served anew there, pushed, pulled back, compared."""
     project.restore()

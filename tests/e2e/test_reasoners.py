@@ -152,7 +152,7 @@ def ending(output: list[int]) -> str:
     return next((ends[token] for token in output if token in ends), "budget")
 
 
-@of("tiny_kimi", "tiny_kimi_thinking")
+@of("tiny_kimi", pytest.param("tiny_kimi_thinking", marks=pytest.mark.exhaustive))
 def test_thinking_of_kimi_ends_in_every_way(served: Served, request: pytest.FixtureRequest) -> None:
     style = request.node.callspec.params["served"]
     answers = ask(served, TEXTS, temperature=1.0, budget=32)
@@ -256,7 +256,7 @@ def test_spans_of_the_reasoner_follow_its_grammar(served: Served, open_thinking:
     assert min(counted["truncated_in_thinking"], counted["truncated_in_answer"]) >= 1
 
 
-@of("tiny_kimi", "tiny_kimi_thinking")
+@of("tiny_kimi", pytest.param("tiny_kimi_thinking", marks=pytest.mark.exhaustive))
 def test_spans_of_kimi_are_where_its_markers_are(
     served: Served, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
