@@ -38,6 +38,7 @@ CONFIG = {
     "vocab_size": VOCABULARY,
     "max_position_embeddings": 2 * LONGEST,
     "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
     "tie_word_embeddings": True,
 }
 
