@@ -25,7 +25,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -65,14 +65,7 @@ class Run:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=200_000)
-    parser.add_argument("--folder", type=Path, help="an existing folder to work in; else a temporary one")
-    parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.arm:
-        ARMS[given.arm](given.folder)
-        return
+    given = read_arguments(__doc__, "samples", 200_000, ARMS)
     runs = []
     for share in SHARES:
         with tempfile.TemporaryDirectory(dir=given.folder) as temporary:
@@ -85,13 +78,33 @@ def main() -> None:
     sys.exit(0 if found["holds"] else 1)
 
 
+def read_arguments(
+    doc: str | None, unit: str, default: int, arms: dict[str, Callable[[Path], None]]
+) -> argparse.Namespace:
+    """The command line: `--folder`, and how many of the `unit`. In a process of `run_arm`: runs that arm, and ends."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(f"--{unit}", type=int, default=default)
+    parser.add_argument("--folder", type=Path, help="an existing folder to work in; else a temporary one")
+    parser.add_argument("--arm", choices=arms, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.arm:
+        arms[given.arm](given.folder)
+        sys.exit()
+    return given
+
+
+def curvature(small: float, middle: float, large: float) -> float:
+    """Seconds at SHARES: what the second 45 % take, over what the first do."""
+    return (large - middle) / (middle - small)
+
+
 def numbers(runs: list[Run], commit_s: float) -> dict[str, Any]:
     """The result, from the runs at SHARES of the samples and the seconds of `dvc commit`."""
     small, middle, large = runs
     growth = {"write": large.write_mb - small.write_mb, "read": large.read_mb - small.read_mb}
     linear = {
-        "write": (large.write_seconds - middle.write_seconds) / (middle.write_seconds - small.write_seconds),
-        "read": (large.read_seconds - middle.read_seconds) / (middle.read_seconds - small.read_seconds),
+        "write": curvature(small.write_seconds, middle.write_seconds, large.write_seconds),
+        "read": curvature(small.read_seconds, middle.read_seconds, large.read_seconds),
     }
     return {
         "holds": max(growth.values()) < MOST_GROWTH_MB

@@ -12,7 +12,6 @@ The last line of output is one JSON object, and the exit code is 1 when one of t
     linear              at most 1.2: seconds that the second 45 % of the tokens take, over those of the first
 """
 
-import argparse
 import json
 import sys
 import tempfile
@@ -20,7 +19,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.scale import MOST_CURVATURE, MOST_GROWTH_MB, SHARES, run_arm, write_arm, write_inputs
+from benchmarks.scale import (
+    MOST_CURVATURE,
+    MOST_GROWTH_MB,
+    SHARES,
+    curvature,
+    read_arguments,
+    run_arm,
+    write_arm,
+    write_inputs,
+)
 from eagle3.verifier import read_identity, verifier_digest, write_identity
 from stages.train import train
 from tests.fake_recording_engine import HIDDEN, VOCABULARY
@@ -54,14 +62,7 @@ class Run:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=10_000_000)
-    parser.add_argument("--folder", type=Path, help="an existing folder to work in; else a temporary one")
-    parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.arm:
-        ARMS[given.arm](given.folder)
-        return
+    given = read_arguments(__doc__, "tokens", 10_000_000, ARMS)
     runs = []
     for share in SHARES:
         with tempfile.TemporaryDirectory(dir=given.folder) as temporary:
@@ -75,7 +76,7 @@ def main() -> None:
 def numbers(small: Run, middle: Run, large: Run) -> dict[str, Any]:
     """The result, from the runs at SHARES of the tokens."""
     growth = large.memory_mb - small.memory_mb
-    linear = (large.seconds - middle.seconds) / (middle.seconds - small.seconds)
+    linear = curvature(small.seconds, middle.seconds, large.seconds)
     return {
         "holds": growth < MOST_GROWTH_MB and linear <= MOST_CURVATURE,
         "memory_growth_mb": round(growth, 1),

@@ -36,10 +36,9 @@ from eagle3.stage import run_stage
 from eagle3.tables import new_folder, write_metrics
 from eagle3.verifier import load_tokenizer, locate_verifier, read_identity
 from eagle3.verifier_head import load_head
-from eagle3.workstore import RowStore, work_folder, write_file
+from eagle3.workstore import RowStore, write_file
 
 
-@work_folder("evaluate")  # one at a time: what is measured is speed too
 def evaluate(
     prompts: Path, verifier: Path, draft: Path, evaluation: Path, metrics: Path, plots: Path, params_path: Path
 ) -> None:

@@ -85,6 +85,15 @@ def is_command(line: str) -> bool:
     return first in PROGRAMS or bool(re.match(r"\w+=", first)) or shutil.which(first) is not None
 
 
+def defined_tests() -> set[str]:
+    """Names of all tests, which pages and reasons refer to."""
+    return {
+        name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for name in re.findall(r"^(?:async )?def (test_\w+)", path.read_text(), re.MULTILINE)
+    }
+
+
 def inline_commands(page: Path) -> list[str]:
     """Commands of ours and of DVC's that stand in a sentence, as code."""
     spans = [

@@ -92,6 +92,13 @@ def copy_project(project: Path, folder: Path) -> Path:
     return folder
 
 
+def experiments(folder: Path) -> dict[str, str]:
+    """The DVC experiments of a repository that are done: name -> commit."""
+    words = ["git", "for-each-ref", "--format", "%(refname) %(objectname)", "refs/exps/??/*/*"]
+    refs = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=True).stdout
+    return {name.rpartition("/")[2]: commit for name, commit in map(str.split, refs.splitlines())}
+
+
 def eagle3(*words: str) -> Result:
     """Run the command in this process."""
     return CliRunner().invoke(app, [str(word) for word in words])

@@ -6,8 +6,7 @@ import shutil
 import socket
 import subprocess
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from getpass import getuser
@@ -16,6 +15,7 @@ from pathlib import Path
 from s3fs import S3FileSystem
 
 from eagle3.serving.ports import HOST, free_port, free_ports
+from tests.stage_runs import wait_until
 
 KEY, SECRET = "test-key", "test-secret-that-is-shown-nowhere"
 BUCKET = "bucket"
@@ -202,7 +202,7 @@ def _running(command: list[str], port: int, environment: dict[str, str]) -> Iter
     """A server from when its port answers to the end of the block."""
     with subprocess.Popen(command, env=os.environ | environment, stderr=subprocess.DEVNULL) as server:
         try:
-            _until(lambda: server.poll() is not None or _answers(port))
+            wait_until(lambda: server.poll() is not None or _answers(port), 60)
             assert server.poll() is None, command
             yield
         finally:
@@ -223,11 +223,4 @@ def _make_bucket(store: S3FileSystem) -> None:
             return True
         return False
 
-    _until(made)
-
-
-def _until(condition: Callable[[], bool], within_s: float = 60) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.1)
+    wait_until(made, 60)

@@ -1,20 +1,14 @@
 """Pages do not promise tests that are not there."""
 
 import re
-from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from tests.documented_commands import ROOT, defined_tests
 
 
 def test_every_test_that_a_page_names_exists() -> None:
     named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "field-reports.md").read_text()))
-    defined = {
-        name
-        for path in (ROOT / "tests").rglob("test_*.py")
-        for name in re.findall(r"^(?:async )?def (test_\w+)", path.read_text(), re.MULTILINE)
-    }
     assert len(named) > 40
-    assert named - defined == set()
+    assert named - defined_tests() == set()
 
 
 def test_every_report_of_the_ids_has_a_row_of_its_own() -> None:

@@ -10,6 +10,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from benchmarks.project import Project
+from tests.dvc_project import experiments
 from tests.extract_runs import contents, make_rows, prepare
 from tests.page import commands
 from tests.stage_runs import wait_until
@@ -75,15 +76,9 @@ class Case:
     def ran(self, printed: str) -> set[str]:
         return set(re.findall(r"Running stage '([\w-]+)'", printed))
 
-    def experiments(self) -> dict[str, str]:
-        """The experiments that are done: name -> commit."""
-        words = ["git", "for-each-ref", "--format", "%(refname) %(objectname)", "refs/exps/??/*/*"]
-        refs = subprocess.run(words, cwd=self.folder, capture_output=True, text=True, check=True).stdout
-        return {name.rpartition("/")[2]: commit for name, commit in map(str.split, refs.splitlines())}
-
     def states_of(self, name: str) -> str:
         """DVC's digest of the states of an experiment or a revision."""
-        words = ["git", "show", f"{self.experiments().get(name, name)}:dvc.lock"]
+        words = ["git", "show", f"{experiments(self.folder).get(name, name)}:dvc.lock"]
         lock = subprocess.run(words, cwd=self.folder, capture_output=True, text=True, check=True).stdout
         [out] = [
             out for out in YAML(typ="safe").load(lock)["stages"]["extract"]["outs"] if out["path"].endswith("states")
@@ -141,7 +136,7 @@ def test_queued_runs_take_turns_at_the_engine_and_record_nothing_twice(
     case.dvc("exp", "run", "--queue", "--name", "apart", *settings, "extract")
     monkeypatch.setenv("EAGLE3_FAKE", '{"seconds_each": 0.1}')
     case.dvc("queue", "start", "-j", "2")
-    wait_until(lambda: {"apart-1", "apart-2"} <= case.experiments().keys(), 120)
+    wait_until(lambda: {"apart-1", "apart-2"} <= experiments(case.folder).keys(), 120)
     case.dvc("queue", "stop", "--kill")
     recorded = case.requests.read_text().split()
     assert 0 < len(recorded) == len(set(recorded))

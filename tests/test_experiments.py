@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from eagle3.digests import digest_file
 from eagle3.params import Params, parse_params
 from stages.train import train
 from tests.draft_runs import SETTINGS, wait_until
+from tests.dvc_project import experiments
 from tests.page import commands
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.usefixtures("one_core")]
@@ -34,14 +34,15 @@ WEIGHTS = "data/draft/model.safetensors"
 class Case:
     """A clone of a project, its remotes beside it. The first one has run and is committed and pushed."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, project: Project):
+        self.folder = project.folder
+        self._environment = project.environment() | {"PYTHONPATH": str(ROOT)}
 
     def run(self, command: str, fails: bool = False) -> str:
         """Run a command of the page; returns all that it printed (by a file: workers of a queue keep a pipe open)."""
         with tempfile.TemporaryFile("w+") as said:
             done = subprocess.run(
-                command, shell=True, cwd=self.folder, env=environment(), stdout=said, stderr=said, check=False
+                command, shell=True, cwd=self.folder, env=self._environment, stdout=said, stderr=said, check=False
             )
             said.seek(0)
             told = said.read()
@@ -51,7 +52,7 @@ class Case:
     def start(self, command: str) -> "subprocess.Popen[bytes]":
         """Start one as the leader of a process group, as a terminal does; what it prints is lost."""
         nowhere = subprocess.DEVNULL
-        words, where = ["sh", "-c", f"exec {command}"], {"cwd": self.folder, "env": environment()}
+        words, where = ["sh", "-c", f"exec {command}"], {"cwd": self.folder, "env": self._environment}
         return subprocess.Popen(words, process_group=0, stdout=nowhere, stderr=nowhere, **where)
 
     def all(self, heading: str) -> dict[str, str]:
@@ -59,9 +60,8 @@ class Case:
         return {command: self.run(command) for command in commands("experiments.md", heading)}
 
     def experiments(self) -> dict[str, str]:
-        """The experiments that are done: name -> git reference."""
-        refs = self.run("git for-each-ref --format '%(refname)' 'refs/exps/??/*/*'").split()
-        return {ref.rpartition("/")[2]: ref for ref in refs}
+        """The experiments that are done: name -> commit."""
+        return experiments(self.folder)
 
     def params(self, experiment: str = "") -> Params:
         """params.yaml here, or of an experiment."""
@@ -99,12 +99,6 @@ class Case:
         return json.loads(self.run(f"eagle3 lineage {revision} --json"))["lineage"]["draft"]["model.safetensors"]
 
 
-def environment() -> dict[str, str]:
-    """With this interpreter's programs first, these sources, and no work store of another project."""
-    own = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    return {name: value for name, value in os.environ.items() if name != "EAGLE3_WORK_DIR"} | own
-
-
 @pytest.fixture(scope="module")
 def case(
     recorded: Path, tiny_verifier: Path, one_core: None, tmp_path_factory: pytest.TempPathFactory
@@ -112,7 +106,7 @@ def case(
     """The project, which no test leaves changed."""
     root = tmp_path_factory.mktemp("experiments")
     project = Project(root / "project")
-    made = Case(project.folder)
+    made = Case(project)
     (made.folder / "data/prompts").mkdir(parents=True)
     (made.folder / "data/prompts/mine.jsonl").write_text('{"prompt": "a question"}\n')
     shutil.copytree(recorded / "hidden_states", made.folder / "data/hidden_states")
@@ -195,8 +189,8 @@ def test_an_experiment_reaches_a_clone_and_nothing_runs_there(case: Case) -> Non
         case.run("dvc exp run --temp --name rate-2 -S train.learning_rate=0.002")
     case.run(git_push)
     case.run(push)
-    clone = Case(case.folder.with_name("clone"))  # beside it, so that its default remote is the same folder
-    case.run(f"git clone --quiet {case.folder.with_name('origin.git')} {clone.folder}")
+    # beside it, so that its default remote is the same folder
+    clone = Case(Project.clone(case.folder.with_name("origin.git"), case.folder.with_name("clone")))
     assert "rate-2" in clone.run(listing)
     clone.run(pull)
     clone.run(apply)

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from eagle3.acceptance import Answer, Decoded, Forward, Prompt, Step, Turn
-from eagle3.digests import digest, digest_file
+from eagle3.digests import digest
+from eagle3.lineage import draft_digests
 from eagle3.params import Params
 from eagle3.schemas import SCHEMA_VERSION
 from eagle3.verifier import VerifierIdentity
@@ -54,21 +55,25 @@ class DecodedStore:
 
 @contextmanager
 def evaluation_rows(identity: VerifierIdentity, draft: Path, params: Params) -> Iterator[RowStore]:
-    """What is kept of one evaluation; removed at the end of the block, unless that is an error. Raises ValueError when
-    the same evaluation runs elsewhere."""
+    """What is kept of one evaluation; removed at the end of the block, unless that is an error.
+
+    One evaluation at a time, because speed is measured too; see work_folder for what another one does.
+    """
     key = digest(
         [
             SCHEMA_VERSION,
             "evaluate",
             identity.digest,
-            [digest_file(draft / name) for name in ("model.safetensors", "config.json")],
+            draft_digests(draft),
             params.verifier.model_dump(),
             params.engine.model_dump(),
             params.evaluate.model_dump(include=DECIDING),
             platform.node(),
         ]
     )
-    with work_folder(f"evaluate/{key[:16]}") as folder:
+    with work_folder("evaluate") as stage:
+        folder = stage / key[:16]
+        folder.mkdir(exist_ok=True)
         with RowStore(folder / "decoded.sqlite") as rows:
             yield rows
         shutil.rmtree(folder)
