@@ -12,6 +12,25 @@ from torch.nn import functional
 from eagle3.draft.attention import Document, LayerMemory
 
 
+def product(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """inputs [N, in] @ weight [out, in].T: [N, out].
+
+    On the CPU, reduced precision, N is filled up with zeros to a round number: oneDNN compiles a kernel for each shape
+    that it meets and keeps the last 1,024 of them, so training on batches of ever new lengths takes more and more
+    memory, hundreds of megabytes.
+    """
+    rows = len(inputs)
+    filling = -rows % _granule(rows) if inputs.device.type == "cpu" and inputs.dtype.itemsize < 4 else 0
+    if not filling:
+        return functional.linear(inputs, weight)
+    return functional.linear(functional.pad(inputs, (0, 0, 0, filling)), weight)[:rows]
+
+
+def _granule(rows: int) -> int:
+    """A power of two, at most a sixteenth of `rows` or 32: at most 16 round numbers between two powers of two."""
+    return max(32, 1 << max(0, rows.bit_length() - 5))
+
+
 class Linear(nn.Module):
     """A weight [out, in] without bias, cast to the dtype of the product at each use."""
 
@@ -21,7 +40,7 @@ class Linear(nn.Module):
 
     def forward(self, inputs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """[N, in] to [N, out] in `dtype`."""
-        return functional.linear(inputs.to(dtype), self.weight.to(dtype))
+        return product(inputs.to(dtype), self.weight.to(dtype))
 
 
 class RMSNorm(nn.Module):

@@ -20,7 +20,8 @@ from typing import Any, Literal
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
+
+from eagle3.draft.layers import product
 
 CHUNK = 256
 Kind = Literal["forward_kl", "hard_labels", "reverse_kl", "total_variation"]
@@ -92,7 +93,7 @@ def verifier_choices(states: torch.Tensor, lm_head: torch.Tensor, draft_ids: tor
     states [U, H] after the final norm; lm_head [V, H]; draft_ids int64 [V]. Returns int64 [U].
     """
     chosen = [
-        functional.linear(states[at : at + CHUNK].to(lm_head.dtype), lm_head).argmax(-1)
+        product(states[at : at + CHUNK].to(lm_head.dtype), lm_head).argmax(-1)
         for at in range(0, len(states), CHUNK)
     ]
     return draft_ids[torch.cat(chosen)] if chosen else draft_ids.new_empty(0)
@@ -150,19 +151,19 @@ def _by_chunks(
     agreed = torch.zeros_like(targets.counted)
     for at in range(0, len(targets.states), CHUNK):
         part = slice(at, at + CHUNK)
-        log_p = functional.linear(targets.states[part].to(dtype), verifier_head).to(wide).log_softmax(-1)
+        log_p = product(targets.states[part].to(dtype), verifier_head).to(wide).log_softmax(-1)
         p = log_p.exp()
         verifier = _Verifier(p, log_p, p.argmax(-1), _row_dot(p, log_p))
         choices = verifier.choice if targets.choices is None else targets.choices[part]
         for step, states in enumerate(normed):
             rows, counted, taught = (tensor[step, part] for tensor in (targets.source, targets.counted, targets.taught))
             inputs = states[rows].to(dtype)
-            log_q = functional.linear(inputs, draft_head).to(wide).log_softmax(-1)
+            log_q = product(inputs, draft_head).to(wide).log_softmax(-1)
             sums[step] += (_values(objective, verifier, log_q) * taught).sum()
             agreed[step, part] = (log_q.argmax(-1) == choices) & counted
             if grad_normed is not None:
                 grad = _gradient(objective, verifier, log_q).mul_((taught * weights[step])[:, None]).to(dtype)
-                grad_normed[step].index_add_(0, rows, (grad @ draft_head).to(grad_normed.dtype))
+                grad_normed[step].index_add_(0, rows, (product(grad, draft_head.T)).to(grad_normed.dtype))
                 if grad_head is not None:
                     grad_head += grad.T @ inputs
     return (sums * weights).sum(), sums, agreed
