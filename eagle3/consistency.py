@@ -71,8 +71,6 @@ def check_together(params: Params) -> None:
             "train.nproc is above train.gradient_accumulation, the batches of one optimiser step over all processes: "
             "one process would have none; raise the latter"
         )
-    if params.train.sharding == "fsdp" and params.train.optimiser == "muon":
-        raise ValueError("train.optimiser: muon needs whole matrices; set train.sharding to none, or it to adamw")
     room = params.verifier.max_model_len - params.generate.min_room_tokens
     if room < 1:
         raise ValueError("generate.min_room_tokens leaves no room for a prompt within verifier.max_model_len")

@@ -80,9 +80,9 @@ class Undisturbed:
         counted = ("steps", "tokens", "best_step", "draft_vocab_size", "rows_in", "rows_out", "packing_waste")
         assert {name: metrics[name] for name in counted} == {name: self.metrics[name] for name in counted}
         for name in ("train_loss", "validation_loss", "expected_acceptance_length", "prefix_agreement_0"):
-            assert metrics[name] == pytest.approx(self.metrics[name], rel=1e-5), name
+            assert metrics[name] == pytest.approx(self.metrics[name], rel=within), name
         ours, theirs = (curve(root) for root in (run.root, self.root))
-        assert ours == pytest.approx(theirs, rel=1e-5) and len(ours) == metrics["steps"]
+        assert ours == pytest.approx(theirs, rel=within) and len(ours) == metrics["steps"]
         for name, value in run.weights().items():
             torch.testing.assert_close(value, self.weights[name], atol=within, rtol=1e-4)
 
@@ -157,8 +157,9 @@ def test_two_processes_train_what_one_does(run: Run, monkeypatch: pytest.MonkeyP
         {"sharding": "fsdp"},
         {"sharding": "fsdp", "freeze_lm_head": False, "num_layers": 2, "max_gradient_norm": 0.05},
         {"optimiser": "muon"},
+        {"optimiser": "muon", "sharding": "fsdp"},
     ],
-    ids=["shards", "shards of more", "Muon"],
+    ids=["shards", "shards of more", "Muon", "Muon in shards"],
 )
 def test_sharded_or_not_they_train_what_one_does(
     run: Run, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
@@ -200,13 +201,6 @@ def test_a_process_without_work_is_refused_with_the_remedy(run: Run) -> None:
     with pytest.raises(ValueError, match=r"gradient_accumulation is 2.*too few for 3 processes; set it to 3 or more"):
         run.stage(nproc=3, gradient_accumulation=2)
     with pytest.raises(ValueError, match=r"train.nproc is above train.gradient_accumulation"):
-        check_together(load_params(run.params))
-
-
-def test_muon_with_shards_is_refused_with_the_remedy(run: Run) -> None:
-    with pytest.raises(ValueError, match=r"muon needs whole matrices, .*set train.sharding to none"):
-        run.stage(**TOGETHER, sharding="fsdp", optimiser="muon")
-    with pytest.raises(ValueError, match=r"muon needs whole matrices; set train.sharding to none"):
         check_together(load_params(run.params))
 
 

@@ -9,15 +9,17 @@ from collections.abc import Mapping
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
 
 from eagle3.params import TrainParams
 
 HEAD = "lm_head.weight"
-MOMENTS = {torch.optim.AdamW: ("exp_avg", "exp_avg_sq"), torch.optim.Muon: ("momentum_buffer",)}
+MOMENTUM = "momentum_buffer"
+MOMENTS = {torch.optim.AdamW: ("exp_avg", "exp_avg_sq"), torch.optim.Muon: (MOMENTUM,)}
 
 
 class Optimiser:
-    """One or two optimisers over the trained parameters, by name. Weight decay is on matrices only."""
+    """AdamW, and Muon for each of the matrices that are its, over the trained parameters by name. Weight decay is on matrices only."""
 
     def __init__(self, trained: Mapping[str, nn.Parameter], params: TrainParams):
         hidden = {name for name, value in trained.items() if value.dim() == 2 and name != HEAD}
@@ -30,23 +32,26 @@ class Optimiser:
         betas = (params.beta1, params.beta2)
         adamw = torch.optim.AdamW(groups, lr=params.learning_rate, betas=betas, fused=True)
         self._parts: list[tuple[torch.optim.Optimizer, dict[str, nn.Parameter]]] = [(adamw, others)]
-        if by_muon:
-            matrices = {name: trained[name] for name in sorted(by_muon)}
+        for name in sorted(by_muon):
             muon = torch.optim.Muon(
-                matrices.values(),
+                [trained[name]],
                 lr=params.learning_rate,
                 weight_decay=params.weight_decay,
                 momentum=params.beta1,
                 adjust_lr_fn="match_rms_adamw",
             )
-            self._parts.append((muon, matrices))
+            self._parts.append((muon, {name: trained[name]}))
 
     def step(self, learning_rate: float) -> None:
         """Take the step and forget the gradients. Parameters without a gradient stay as they are."""
-        for optimiser, _ in self._parts:
+        for optimiser, parameters in self._parts:
             for group in optimiser.param_groups:
                 group["lr"] = learning_rate
-            optimiser.step()
+            if isinstance(optimiser, torch.optim.Muon):
+                (matrix,) = parameters.values()
+                _step_whole(optimiser, matrix)
+            else:
+                optimiser.step()
             optimiser.zero_grad()
 
     def like(self) -> dict[str, nn.Parameter]:
@@ -75,3 +80,17 @@ class Optimiser:
                 kept = {kind: moments[f"{kind}.{name}"] for kind in MOMENTS[type(optimiser)]}
                 count = {"step": torch.tensor(float(updates), device=value.device)}
                 optimiser.state[value] = kept | (count if isinstance(optimiser, torch.optim.AdamW) else {})
+
+
+def _step_whole(muon: torch.optim.Muon, matrix: nn.Parameter) -> None:
+    """Where processes hold shards, each of them orthogonalises the whole matrix: on shards torch would sum products in
+    bfloat16. Gradient and momentum are whole in the meantime, those of one matrix at a time."""
+    if not isinstance(matrix, DTensor) or matrix.grad is None:
+        muon.step()
+        return
+    state = muon.state[matrix]
+    matrix.grad = matrix.grad.redistribute(placements=[Replicate()])
+    if state:
+        state[MOMENTUM] = state[MOMENTUM].redistribute(placements=[Replicate()])
+    muon.step()
+    state[MOMENTUM] = state[MOMENTUM].redistribute(placements=matrix.placements)

@@ -132,13 +132,7 @@ def under_torchrun() -> bool:
 
 
 def check_work(count: int, params: TrainParams) -> None:
-    """Raise ValueError when `count` processes would leave one without a batch in every optimiser step, or when the
-    optimiser needs more than a process would hold."""
-    if params.sharding == "fsdp" and params.optimiser == "muon":
-        raise ValueError(
-            "train.optimiser: muon needs whole matrices, and with train.sharding: fsdp a process has parts of them; "
-            "set train.sharding to none, or train.optimiser to adamw"
-        )
+    """Raise ValueError when `count` processes would leave one without a batch in every optimiser step."""
     if params.gradient_accumulation < count:
         raise ValueError(
             f"train.gradient_accumulation is {params.gradient_accumulation}, the batches of one optimiser step over "
