@@ -149,6 +149,7 @@ class TrainParams(Section):
     freeze_lm_head: bool
     loss: Literal["forward_kl", "hard_labels", "reverse_kl", "total_variation"]
     acceptance_share: Share
+    feature_loss_weight: Annotated[float, Field(ge=0)]
     out_of_vocabulary: Literal["renormalise", "skip"]
     ttt_steps: Positive
     ttt_loss_decay: Annotated[float, Field(gt=0, le=1)]

@@ -19,12 +19,13 @@ BASE = "defaults"
 #: What is tried, by what it is about: settings as for `dvc exp run -S`, several for one experiment joined by a blank.
 TRIED: dict[str, list[str]] = {
     BASE: [""],
-    "learning_rate": [f"train.learning_rate={rate}" for rate in ("3e-4", "5e-4", "2e-3", "3e-3")],
+    "learning_rate": [f"train.learning_rate={rate}" for rate in ("1e-3", "2e-3", "4e-3")],
+    "optimiser": [f"train.optimiser=adamw train.learning_rate={rate}" for rate in ("1e-3", "2e-3")],
     "schedule": ["train.final_learning_rate_share=1.0", "train.warmup_share=0.0", "train.warmup_share=0.2"],
     "batch": ["train.batch_tokens=256", "train.batch_tokens=1024", "train.batch_tokens=2048"],
     "epochs": ["train.epochs=1", "train.epochs=4"],
     "steps": ["train.ttt_steps=1", "train.ttt_steps=2", "train.ttt_steps=5"],
-    "decay": ["train.ttt_loss_decay=0.5", "train.ttt_loss_decay=1.0"],
+    "decay": ["train.ttt_loss_decay=0.8", "train.ttt_loss_decay=0.5"],
     "loss": [
         "train.loss=hard_labels",
         "train.loss=reverse_kl",

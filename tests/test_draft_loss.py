@@ -12,8 +12,9 @@ from eagle3.draft.loss import Kind, Objective, StepLosses, Targets, distill, ver
 STEPS, ROWS, TARGETS, HIDDEN, VOCAB = 3, 9, 11, 6, 17
 
 
-KL = Objective("forward_kl", 0.0, "renormalise")
-OBJECTIVES = [Objective(kind, share, "renormalise") for kind in get_args(Kind) for share in (0.0, 0.3, 1.0)]
+KL = Objective("forward_kl", 0.0, 0.0, "renormalise")
+OBJECTIVES = [Objective(kind, share, 0.0, "renormalise") for kind in get_args(Kind) for share in (0.0, 0.3, 1.0)]
+OBJECTIVES += [replace(KL, feature_weight=0.7), Objective("total_variation", 0.3, 2.0, "renormalise")]
 
 
 def eager_value(objective: Objective, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
@@ -43,6 +44,8 @@ def eager_distill(
                 log_draft = (head @ normed[step, targets.source[step, place]]).log_softmax(-1)
                 if targets.taught[step, place]:
                     total = total + eager_value(objective, log_target[place], log_draft)
+                    ours, theirs = normed[step, targets.source[step, place]], targets.states[place]
+                    total = total + objective.feature_weight * ((ours - theirs) ** 2).sum() / (theirs**2).sum()
                 agreed[step, place] = log_draft.argmax() == choices[place]
         sums.append(total)
     stacked = torch.stack(sums)

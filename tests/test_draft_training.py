@@ -68,12 +68,12 @@ def test_two_accumulated_batches_are_one_batch(run: Run, monkeypatch: pytest.Mon
     samples = []
     for ref in corpus.train[:4]:
         samples.append((ref.sample_id, training_sample(corpus, ref)))
-    together, apart = (make_trainer(run, corpus, {}) for _ in range(2))
+    together, apart = (make_trainer(run, corpus, {"optimiser": "adamw"}) for _ in range(2))
     together._step([build_batch(samples, 3)])
     apart._step([build_batch(samples[:1], 3), build_batch(samples[1:], 3)])
     assert together.state.loss_sum == pytest.approx(apart.state.loss_sum, rel=1e-5)
     for name, value in together.trained.items():
-        torch.testing.assert_close(value, apart.trained[name], atol=2e-6, rtol=1e-4)
+        torch.testing.assert_close(value, apart.trained[name], atol=1e-5, rtol=1e-4)
 
 
 def training_sample(corpus: Corpus, ref: SampleRef) -> Any:

@@ -14,7 +14,7 @@ from eagle3.draft.model import DraftModel, DraftSizes, initialise
 from eagle3.draft.ttt import Teacher, empty_score, full_choices, reachable, score_batch, unroll
 from eagle3.shards import Sample
 
-KL = Objective("forward_kl", 0.0, "renormalise")
+KL = Objective("forward_kl", 0.0, 0.0, "renormalise")
 HIDDEN, AUX, VOCAB, STEPS, EPS = 16, 3, 29, 3, 1e-5
 TOKEN_IDS = torch.tensor([0, 2, 3, 5, 8, 9, 11, 12, 17, 20, 21, 25, 28])
 SIZES = DraftSizes(

@@ -45,7 +45,7 @@ def test_the_default_file_is_valid() -> None:
         ("multi_turn: first", "multi_turn: middle", "prompts.multi_turn"),
         ("verifier:", "verifier: [", "not readable as YAML"),
         (EPOCHS, "  epochs: &n 4", "anchors"),
-        ("  learning_rate: 0.001", "  learning_rate: .nan", "train.learning_rate"),
+        ("  learning_rate: 0.003", "  learning_rate: .nan", "train.learning_rate"),
     ],
 )
 def test_a_mistake_is_an_error_that_names_the_key(tmp_path: Path, old: str, new: str, told: str) -> None:
@@ -126,7 +126,7 @@ def test_what_experiments_set_of_another_type_is_refused_by_name(tmp_path: Path,
 
 @pytest.mark.parametrize(("text", "value"), [("0.00001", 1e-5), ("1e-5", 1e-5), ("1.0e-05", 1e-5), ("1", 1.0)])
 def test_floats_arrive_in_every_spelling(tmp_path: Path, text: str, value: float) -> None:
-    assert load_params(edited(tmp_path, "learning_rate: 0.001", f"learning_rate: {text}")).train.learning_rate == value
+    assert load_params(edited(tmp_path, "learning_rate: 0.003", f"learning_rate: {text}")).train.learning_rate == value
 
 
 def test_lists_and_null(tmp_path: Path) -> None:

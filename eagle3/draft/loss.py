@@ -8,6 +8,10 @@ the draft's, in nats but for the last:
     reverse_kl       sum q log(q / p)
     total_variation  1 - sum min(p, q)          the chance that speculative sampling rejects the draft's token
 
+Beside it, weighted with `feature_weight`, the distance of what the draft's head reads from what the verifier's head read,
+|n - t|^2 / |t|^2 (EAGLE's feature regression, https://arxiv.org/abs/2401.15077). It teaches all H values of each state, those
+too that tell tokens apart which were unlikely there, and on small data a draft learns faster with it.
+
 Verifier targets are computed once and serve every step; logits exist for one chunk of rows at a time, and their
 gradient is taken in the forward pass, so memory does not grow with rows times vocabulary. The tests have the eager
 form.
@@ -30,7 +34,7 @@ OutOfVocabulary = Literal["renormalise", "skip"]
 
 @dataclass(frozen=True)
 class Objective:
-    """(1 - acceptance_share) * the loss named `kind` + acceptance_share * total_variation.
+    """(1 - acceptance_share) * the loss named `kind` + acceptance_share * total_variation + feature_weight * distance.
 
     out_of_vocabulary: what teaches where the verifier's token is one that the draft cannot propose.
 
@@ -42,6 +46,7 @@ class Objective:
 
     kind: Kind
     acceptance_share: float
+    feature_weight: float
     out_of_vocabulary: OutOfVocabulary
 
 
@@ -134,6 +139,22 @@ class _Verifier:
     negative_entropy: torch.Tensor
 
 
+class _Distances:
+    """|n - t|^2 / |t|^2 of each row: n [rows, H] what the draft's head reads, t [rows, H] what the verifier's read."""
+
+    def __init__(self, ours: torch.Tensor, theirs: torch.Tensor):
+        self._difference = ours - theirs
+        self._scale = 1 / _row_dot(theirs, theirs).clamp(min=torch.finfo(theirs.dtype).tiny)
+
+    def values(self) -> torch.Tensor:
+        """[rows]."""
+        return _row_dot(self._difference, self._difference) * self._scale
+
+    def gradient(self) -> torch.Tensor:
+        """Of each value by its n: [rows, H]."""
+        return 2 * self._scale[:, None] * self._difference
+
+
 def _by_chunks(
     normed: torch.Tensor,
     head: torch.Tensor,
@@ -149,6 +170,7 @@ def _by_chunks(
     draft_head, verifier_head = head.detach().to(dtype), targets.head.to(dtype)
     sums = torch.zeros(len(normed), dtype=wide, device=normed.device)
     agreed = torch.zeros_like(targets.counted)
+    target_states = targets.states.to(wide)
     for at in range(0, len(targets.states), CHUNK):
         part = slice(at, at + CHUNK)
         log_p = product(targets.states[part].to(dtype), verifier_head).to(wide).log_softmax(-1)
@@ -157,15 +179,23 @@ def _by_chunks(
         choices = verifier.choice if targets.choices is None else targets.choices[part]
         for step, states in enumerate(normed):
             rows, counted, taught = (tensor[step, part] for tensor in (targets.source, targets.counted, targets.taught))
-            inputs = states[rows].to(dtype)
-            log_q = product(inputs, draft_head).to(wide).log_softmax(-1)
-            sums[step] += (_values(objective, verifier, log_q) * taught).sum()
+            inputs = states[rows]
+            log_q = product(inputs.to(dtype), draft_head).to(wide).log_softmax(-1)
             agreed[step, part] = (log_q.argmax(-1) == choices) & counted
+            values = _values(objective, verifier, log_q)
+            distances = _Distances(inputs.to(wide), target_states[part]) if objective.feature_weight else None
+            if distances is not None:
+                values = values + objective.feature_weight * distances.values()
+            sums[step] += (values * taught).sum()
             if grad_normed is not None:
-                grad = _gradient(objective, verifier, log_q).mul_((taught * weights[step])[:, None]).to(dtype)
-                grad_normed[step].index_add_(0, rows, (product(grad, draft_head.T)).to(grad_normed.dtype))
+                scale = (taught * weights[step])[:, None]
+                grad = _gradient(objective, verifier, log_q).mul_(scale).to(dtype)
+                grad_inputs = product(grad, draft_head.T).to(grad_normed.dtype)
+                if distances is not None:
+                    grad_inputs += (objective.feature_weight * scale * distances.gradient()).to(grad_inputs.dtype)
+                grad_normed[step].index_add_(0, rows, grad_inputs)
                 if grad_head is not None:
-                    grad_head += grad.T @ inputs
+                    grad_head += grad.T @ inputs.to(dtype)
     return (sums * weights).sum(), sums, agreed
 
 

@@ -184,7 +184,9 @@ class Trainer:
         self.draft.to(self.device)
         self.draft.lm_head.weight.requires_grad_(not params.freeze_lm_head)
         processes.copy_from_first(value.data for value in self.draft.parameters())
-        objective = Objective(params.loss, params.acceptance_share, params.out_of_vocabulary)
+        objective = Objective(
+            params.loss, params.acceptance_share, params.feature_loss_weight, params.out_of_vocabulary
+        )
         self.scoring = Scoring(self.draft, self.teacher, objective)
         self.sharded = params.sharding == "fsdp" and processes.count > 1
         if self.sharded:
