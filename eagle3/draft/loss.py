@@ -98,8 +98,7 @@ def verifier_choices(states: torch.Tensor, lm_head: torch.Tensor, draft_ids: tor
     states [U, H] after the final norm; lm_head [V, H]; draft_ids int64 [V]. Returns int64 [U].
     """
     chosen = [
-        product(states[at : at + CHUNK].to(lm_head.dtype), lm_head).argmax(-1)
-        for at in range(0, len(states), CHUNK)
+        product(states[at : at + CHUNK].to(lm_head.dtype), lm_head).argmax(-1) for at in range(0, len(states), CHUNK)
     ]
     return draft_ids[torch.cat(chosen)] if chosen else draft_ids.new_empty(0)
 
