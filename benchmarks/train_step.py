@@ -5,7 +5,8 @@
 Forward, backward and optimiser (AdamW on both sides); K = 3 TTT steps, 8,192 draft tokens, documents of 256 tokens of
 which 90 are prompt, the bundled verifier's sizes, random inputs. The peer is installed into an environment of its own
 under the work root (about 1 GB, once) and runs in its best setting of those that its CPU backward supports: attention
-sdpa, float32 or bfloat16. The arms take turns, each in a process of its own. The last line of output is one JSON object.
+sdpa, float32 or bfloat16. The arms take turns, each in a process of its own. The last line of output is one JSON
+object.
 
 matmul_fraction: multiply-adds of the matrix products that cannot be avoided, per second, over the rate of one large
 matrix product in the same precision in the same process. What cannot be avoided, with N context rows, R query rows, U

@@ -8,9 +8,9 @@ the draft's, in nats but for the last:
     reverse_kl       sum q log(q / p)
     total_variation  1 - sum min(p, q)          the chance that speculative sampling rejects the draft's token
 
-Beside it, weighted with `feature_weight`, the distance of what the draft's head reads from what the verifier's head read,
-|n - t|^2 / |t|^2 (EAGLE's feature regression, https://arxiv.org/abs/2401.15077). It teaches all H values of each state, those
-too that tell tokens apart which were unlikely there, and on small data a draft learns faster with it.
+Beside it, weighted with `feature_weight`, the distance of what the draft's head reads from what the verifier's head
+read, |n - t|^2 / |t|^2 (EAGLE's feature regression, https://arxiv.org/abs/2401.15077). It teaches all H values of each
+state, and on small data a draft learns faster with it.
 
 Verifier targets are computed once and serve every step; logits exist for one chunk of rows at a time, and their
 gradient is taken in the forward pass, so memory does not grow with rows times vocabulary. The tests have the eager

@@ -19,7 +19,7 @@ MOMENTS = {torch.optim.AdamW: ("exp_avg", "exp_avg_sq"), torch.optim.Muon: (MOME
 
 
 class Optimiser:
-    """AdamW, and Muon for each of the matrices that are its, over the trained parameters by name. Weight decay is on matrices only."""
+    """AdamW, and Muon for each of its matrices, over the trained parameters by name. Weight decay is on matrices only."""
 
     def __init__(self, trained: Mapping[str, nn.Parameter], params: TrainParams):
         hidden = {name for name, value in trained.items() if value.dim() == 2 and name != HEAD}
@@ -88,8 +88,9 @@ def _step_whole(muon: torch.optim.Muon, matrix: nn.Parameter) -> None:
     if not isinstance(matrix, DTensor) or matrix.grad is None:
         muon.step()
         return
-    state = muon.state[matrix]
-    matrix.grad = matrix.grad.redistribute(placements=[Replicate()])
+    grad, state = matrix.grad, muon.state[matrix]
+    assert isinstance(grad, DTensor)
+    matrix.grad = grad.redistribute(placements=[Replicate()])
     if state:
         state[MOMENTUM] = state[MOMENTUM].redistribute(placements=[Replicate()])
     muon.step()
