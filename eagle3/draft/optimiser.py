@@ -19,7 +19,7 @@ MOMENTS = {torch.optim.AdamW: ("exp_avg", "exp_avg_sq"), torch.optim.Muon: (MOME
 
 
 class Optimiser:
-    """AdamW, and Muon for each of its matrices, over the trained parameters by name. Weight decay is on matrices only."""
+    """AdamW, and Muon for each of its matrices, over trained parameters by name. Weight decay is on matrices only."""
 
     def __init__(self, trained: Mapping[str, nn.Parameter], params: TrainParams):
         hidden = {name for name, value in trained.items() if value.dim() == 2 and name != HEAD}
