@@ -16,6 +16,7 @@ from tests.draft_data import make_states, random_texts
 from tests.draft_runs import Run
 
 MEMORISES = {"epochs": 40, "validations": 8, "freeze_lm_head": False, "learning_rate": 0.01, "gradient_accumulation": 2}
+MEMORISES |= {"optimiser": "adamw", "feature_loss_weight": 0.0, "ttt_loss_decay": 0.8}
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
