@@ -25,11 +25,11 @@ from eagle3.draft.training import Trainer, make_schedule
 from eagle3.params import load_params
 from eagle3.verifier import read_identity
 from tests.draft_data import Text, make_states, random_texts
-from tests.draft_runs import PARAMS, ROOT, SETTINGS, Run, checkpoints, wait_until
+from tests.draft_runs import PARAMS, PLAIN, ROOT, SETTINGS, Run, checkpoints, wait_until
 from tests.forked_stages import Stage, end_server, gone
 
 CPU = torch.device("cpu")
-TOGETHER = {"nproc": 2, "gradient_accumulation": 3, "optimiser": "adamw"}  # Muon's own products are in bfloat16
+TOGETHER = PLAIN | {"nproc": 2, "gradient_accumulation": 3}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -80,9 +80,9 @@ class Undisturbed:
         counted = ("steps", "tokens", "best_step", "draft_vocab_size", "rows_in", "rows_out", "packing_waste")
         assert {name: metrics[name] for name in counted} == {name: self.metrics[name] for name in counted}
         for name in ("train_loss", "validation_loss", "expected_acceptance_length", "prefix_agreement_0"):
-            assert metrics[name] == pytest.approx(self.metrics[name], rel=max(1e-5, within / 10)), name
+            assert metrics[name] == pytest.approx(self.metrics[name], rel=1e-5), name
         ours, theirs = (curve(root) for root in (run.root, self.root))
-        assert ours == pytest.approx(theirs, rel=max(1e-5, within / 10)) and len(ours) == metrics["steps"]
+        assert ours == pytest.approx(theirs, rel=1e-5) and len(ours) == metrics["steps"]
         for name, value in run.weights().items():
             torch.testing.assert_close(value, self.weights[name], atol=within, rtol=1e-4)
 
@@ -166,7 +166,7 @@ def test_sharded_or_not_they_train_what_one_does(
 ) -> None:
     single = Undisturbed(run, monkeypatch, **(changes | {"nproc": 1}))
     finish(run, **changes)
-    single.same_as(run, within=1e-3 if "optimiser" in changes else 1e-5)
+    single.same_as(run, within=1e-4 if "optimiser" in changes else 1e-5)  # Muon's own products are in bfloat16
 
 
 def test_a_step_in_which_nothing_counts_leaves_a_resume_exact(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from eagle3.shards import open_shard
 from eagle3.verifier import read_identity
 from eagle3.verifier_head import load_head
 from tests.draft_data import generate_texts, make_states
-from tests.draft_runs import PARAMS, SETTINGS, Run, checkpoints, make_trainer, start, wait_until
+from tests.draft_runs import PARAMS, PLAIN, SETTINGS, Run, checkpoints, make_trainer, start, wait_until
 from tests.tiny_verifiers import build_tiny_verifier
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -63,17 +63,17 @@ def test_a_schedule_goes_on_anywhere() -> None:
     assert len(starts) == SETTINGS["epochs"] and starts[1] == len(schedule.epochs[0])
 
 
-def test_two_accumulated_batches_are_one_batch(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_accumulated_batches_are_one_batch(run: Run) -> None:
     corpus = read_corpus(run.recorded / "hidden_states", read_identity(run.recorded / "verifier.json"))
     samples = []
     for ref in corpus.train[:4]:
         samples.append((ref.sample_id, training_sample(corpus, ref)))
-    together, apart = (make_trainer(run, corpus, {"optimiser": "adamw"}) for _ in range(2))
+    together, apart = (make_trainer(run, corpus, PLAIN) for _ in range(2))
     together._step([build_batch(samples, 3)])
     apart._step([build_batch(samples[:1], 3), build_batch(samples[1:], 3)])
     assert together.state.loss_sum == pytest.approx(apart.state.loss_sum, rel=1e-5)
     for name, value in together.trained.items():
-        torch.testing.assert_close(value, apart.trained[name], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(value, apart.trained[name], atol=2e-6, rtol=1e-4)
 
 
 def training_sample(corpus: Corpus, ref: SampleRef) -> Any:

@@ -13,10 +13,15 @@ from eagle3.draft.training import Trainer
 from eagle3.draft.watching import overfit_warning, validation_rise
 from stages.train import train
 from tests.draft_data import make_states, random_texts
-from tests.draft_runs import Run
+from tests.draft_runs import PLAIN, Run
 
-MEMORISES = {"epochs": 40, "validations": 8, "freeze_lm_head": False, "learning_rate": 0.01, "gradient_accumulation": 2}
-MEMORISES |= {"optimiser": "adamw", "feature_loss_weight": 0.0, "ttt_loss_decay": 0.8}
+MEMORISES = PLAIN | {
+    "epochs": 40,
+    "validations": 8,
+    "freeze_lm_head": False,
+    "learning_rate": 0.01,
+    "gradient_accumulation": 2,
+}
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
